@@ -1,0 +1,134 @@
+package frontend
+
+import (
+	"net/netip"
+	"slices"
+)
+
+// Cause says why flows of a frontend may have become stale.
+type Cause uint8
+
+// The causes. Everything else that can happen to a frontend (a further backend,
+// say) leaves each flow as right or wrong as it was.
+const (
+	// CauseBackendLost: flows to the backends in Suspect.Lost.
+	CauseBackendLost Cause = iota
+	// CauseFirstBackend: untranslated flows, which nothing could be done for
+	// until now.
+	CauseFirstBackend
+	// CauseGone: translated flows to a frontend that is gone.
+	CauseGone
+	// CauseNew: all flows, which were nobody's until now.
+	CauseNew
+)
+
+var causeNames = [...]string{"backend-lost", "first-backend", "frontend-gone", "frontend-new"}
+
+// String returns the cause's word in reports.
+func (c Cause) String() string { return causeNames[c] }
+
+// Suspect is a frontend some of whose flows may have become stale.
+type Suspect struct {
+	Key   Key
+	Cause Cause
+	// Lost are the backends that are no longer valid, for CauseBackendLost. Port
+	// 0 stands for the port that the client sent to.
+	Lost  []netip.AddrPort
+	Owner string
+	Kind  Kind
+}
+
+// Change is what an update of the Table makes suspect. No flow outside it can
+// have become stale by the update.
+type Change struct {
+	Suspects []Suspect
+	// Hosts are addresses that this host got or lost, or on which node ports are
+	// now served otherwise: all flows to them are suspect.
+	Hosts []netip.Addr
+}
+
+// Empty tells whether nothing became suspect.
+func (c *Change) Empty() bool { return len(c.Suspects) == 0 && len(c.Hosts) == 0 }
+
+// Add makes c the union of both changes, the order of their suspects kept.
+func (c *Change) Add(o Change) {
+	c.Suspects = append(c.Suspects, o.Suspects...)
+	for _, a := range o.Hosts {
+		if !slices.Contains(c.Hosts, a) {
+			c.Hosts = append(c.Hosts, a)
+		}
+	}
+}
+
+// ours tells whether one of the claims is not a foreign proxy's.
+func ours(claims []claim) bool {
+	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign })
+}
+
+// usable tells whether a claim has a backend for new flows. Node ports and the
+// others count apart, since what is untranslated at a node port may be left for
+// the uncertainty of its address.
+func usable(claims []claim, nodePort bool) bool {
+	return slices.ContainsFunc(claims, func(c claim) bool {
+		return !c.Foreign && c.Usable > 0 && (c.Kind == NodePort) == nodePort
+	})
+}
+
+// compare adds what the step from one set of claims to the other makes suspect
+// at a key. Each key counts by itself, which is enough though several keys may
+// match one flow: a flow is kept by the union of what they say, so that it can
+// only become stale where one of them takes something back or begins to ask for
+// something.
+func (c *Change) compare(k Key, before, after []claim) {
+	was, is := ours(before), ours(after)
+	s := Suspect{Key: k}
+	if is {
+		i := slices.IndexFunc(after, func(c claim) bool { return !c.Foreign })
+		s.Owner, s.Kind = after[i].Owner, after[i].Kind
+	} else if len(before) > 0 {
+		s.Owner, s.Kind = before[0].Owner, before[0].Kind
+	}
+	switch {
+	case !was && is:
+		s.Cause = CauseNew
+		c.Suspects = append(c.Suspects, s)
+		return
+	case len(after) == 0 && len(before) > 0:
+		// A foreign claim that goes counts too: it may have covered a tombstone
+		// for every address of this host.
+		s.Cause = CauseGone
+		c.Suspects = append(c.Suspects, s)
+		return
+	case !is:
+		return // another proxy's now: not ours to clean
+	}
+	if s.Lost = lost(before, after); len(s.Lost) > 0 {
+		s.Cause = CauseBackendLost
+		c.Suspects = append(c.Suspects, s)
+	}
+	for _, nodePort := range []bool{false, true} {
+		if !usable(before, nodePort) && usable(after, nodePort) {
+			s.Cause, s.Lost = CauseFirstBackend, nil
+			c.Suspects = append(c.Suspects, s)
+			return
+		}
+	}
+}
+
+// lost returns the backends that were valid by the claims before and are not by
+// those after.
+func lost(before, after []claim) []netip.AddrPort {
+	var list []netip.AddrPort
+	for _, b := range before {
+		if slices.ContainsFunc(after, func(a claim) bool { return slices.Equal(a.Valid.sorted, b.Valid.sorted) }) {
+			continue
+		}
+		for _, x := range b.Valid.sorted {
+			if !slices.ContainsFunc(after, func(a claim) bool { return a.Valid.has(x) }) {
+				list = append(list, x)
+			}
+		}
+	}
+	slices.SortFunc(list, netip.AddrPort.Compare)
+	return slices.Compact(list)
+}

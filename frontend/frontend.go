@@ -1,0 +1,115 @@
+package frontend
+
+import (
+	"net/netip"
+	"slices"
+	"sort"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+)
+
+// Kind says what makes an address and port a frontend. It appears in reports
+// and decides nothing but what the comments here say.
+type Kind uint8
+
+// The kinds of frontend.
+const (
+	Static         Kind = iota // a FrontendList
+	ClusterIP                  // a Service's cluster address
+	ExternalIP                 // a Service's external address
+	LoadBalancerIP             // a Service's load-balancer address (ipMode VIP)
+	NodePort                   // a Service's port on the host's own addresses
+	HostPort                   // a Pod's port on the host's own addresses
+)
+
+var kindNames = [...]string{"static", "cluster-ip", "external-ip", "load-balancer-ip", "node-port", "host-port"}
+
+// String returns the kind's word in reports.
+func (k Kind) String() string { return kindNames[k] }
+
+// Ports is an inclusive range; First equals Last for a single port.
+type Ports struct{ First, Last uint16 }
+
+// Port returns the range of one port.
+func Port(p uint16) Ports { return Ports{p, p} }
+
+// Single tells whether the range is one port.
+func (p Ports) Single() bool { return p.First == p.Last }
+
+// Contains tells whether a port lies in the range.
+func (p Ports) Contains(port uint16) bool { return p.First <= port && port <= p.Last }
+
+// Frontend is what one owner contributes to one address, protocol and port
+// range: where clients send, and where their flows may go.
+type Frontend struct {
+	// Owner is shown to people: "default/dns:udp" for a port of a Service,
+	// "default/pod" for a host port, the item's name for a static frontend.
+	Owner string
+	Kind  Kind
+	Proto uint8 // conntrack.UDP, TCP or SCTP
+
+	// Addr is the address that clients send to. The zero Addr stands for every
+	// address of this host of the Family given, loopback aside.
+	Addr   netip.Addr
+	Family conntrack.Family
+	Ports  Ports
+
+	// Valid are the backends that may keep the flows they have.
+	Valid Backends
+	// Usable is how many backends the proxy would choose from for a new flow.
+	Usable int
+
+	// Foreign marks a frontend that another proxy serves. It is no frontend of
+	// ours: it only keeps its address from being taken for a vanished one, and
+	// where one of ours has the same address and port, its backends stay valid.
+	Foreign bool
+}
+
+// Backends is an immutable set of backends. The zero value is empty. Frontends
+// of one Service port share one set.
+type Backends struct{ sorted []netip.AddrPort }
+
+// NewBackends returns the set of the given backends. One with port 0 stands for
+// the port that the client sent to (a range forwarded one to one). Backends
+// without a valid address are left out.
+func NewBackends(list ...netip.AddrPort) Backends {
+	s := make([]netip.AddrPort, 0, len(list))
+	for _, b := range list {
+		if b.Addr().IsValid() {
+			s = append(s, b)
+		}
+	}
+	slices.SortFunc(s, netip.AddrPort.Compare)
+	return Backends{slices.Clip(slices.Compact(s))}
+}
+
+// Len returns the number of backends.
+func (b Backends) Len() int { return len(b.sorted) }
+
+// All returns the backends in order. The caller must not modify it.
+func (b Backends) All() []netip.AddrPort { return b.sorted }
+
+// Contains tells whether a flow sent to port dport may go to the backend to.
+// It takes O(log n) for n backends and allocates nothing.
+func (b Backends) Contains(to netip.AddrPort, dport uint16) bool {
+	return b.has(to) || to.Port() == dport && b.has(netip.AddrPortFrom(to.Addr(), 0))
+}
+
+func (b Backends) has(x netip.AddrPort) bool {
+	i := sort.Search(len(b.sorted), func(i int) bool { return b.sorted[i].Compare(x) >= 0 })
+	return i < len(b.sorted) && b.sorted[i] == x
+}
+
+// Host is what is known of this host's own addresses.
+type Host struct {
+	// Listed are the addresses on which a proxy certainly serves node ports:
+	// those of the Node object, or those given by the user where there is none.
+	Listed []netip.Addr
+	// Other are further addresses of this host (a bridge's, say), on which a
+	// proxy may or may not serve node ports. Loopback addresses count in neither.
+	Other []netip.Addr
+	// NodePorts are the proxy's node-port address ranges. Where any is given,
+	// node ports are served on the host's addresses inside the ranges of their
+	// family, and on all of them for a family that no range is given for.
+	NodePorts []netip.Prefix
+}

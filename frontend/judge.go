@@ -1,0 +1,177 @@
+package frontend
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+)
+
+// Judge tells what is to be done with a flow, and why. It is a pure function of
+// the table and the flow: where the flow was sent decides whose it is, where its
+// answers come from whether it is right. Reply.Dst (masquerade, hairpin) does
+// not matter, nor does anything else that shares a port or address with a
+// service.
+//
+// The cost is that of at most four look-ups and, in a set of n valid backends,
+// a binary search; it does not grow with the number of frontends.
+func (t *Table) Judge(f *conntrack.Flow) Verdict { return t.judge(f, nil) }
+
+func (t *Table) judge(f *conntrack.Flow, ex *explainer) Verdict {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	policy := t.policy.Of(f.Proto)
+	switch {
+	case policy == Off:
+		return Verdict{Ignore, NotSwept, "", 0}
+	case !slices.Contains(t.zones, f.Zone):
+		return Verdict{Ignore, OtherZone, "", 0}
+	case f.Status&conntrack.StatusExpected != 0:
+		return Verdict{Ignore, ExpectedFlow, "", 0}
+	}
+	s := scene{
+		to:    netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort),
+		dport: f.Orig.DstPort,
+
+		explain: ex,
+	}
+	t.survey(&s, f)
+	v := s.verdict(f.Translated())
+	if v.Action == Delete && policy == Unreplied && f.Replied() {
+		v.Action, v.Reason = Keep, ByPolicy
+	}
+	return v
+}
+
+// scene collects what the table says of one flow's destination.
+type scene struct {
+	to    netip.AddrPort // where the flow goes
+	dport uint16
+	host  hostAddr // of the destination
+	local bool     // the destination is this host's
+
+	first     *Frontend // of ours that matches
+	serving   *Frontend // has the flow's backend among its valid ones
+	backends  bool      // one of ours has a valid backend
+	usable    *Frontend // certainly has backends for new flows
+	uncertain *Frontend // may be served here
+	certain   bool      // one of ours is certainly served here
+	foreign   bool      // another proxy's
+
+	gone      bool // a tombstone matches
+	goneOwner string
+	goneKind  Kind
+
+	explain *explainer // nil: nobody wants to know
+}
+
+func (t *Table) survey(s *scene, f *conntrack.Flow) {
+	dst := f.Orig.Dst
+	s.host, s.local = t.hosts[dst]
+	t.surveyAt(s, dst, f)
+	if t.anyLocal > 0 && s.local {
+		t.surveyAt(s, anyAddr(f.Family), f)
+	}
+}
+
+func (t *Table) surveyAt(s *scene, addr netip.Addr, f *conntrack.Flow) {
+	if e := t.entries[Key{addr, f.Proto, Port(f.Orig.DstPort)}]; e != nil {
+		s.add(e)
+	}
+	if len(t.ranges) == 0 {
+		return
+	}
+	if r := t.ranges[addrProto{addr, f.Proto}]; r != nil {
+		for _, e := range r.find(f.Orig.DstPort) {
+			s.add(e)
+		}
+	}
+}
+
+func (s *scene) add(e *entry) {
+	if len(e.claims) == 0 {
+		s.bury(e.tomb.Owner, e.tomb.Kind, e.tomb.Key.Addr.IsUnspecified())
+		return
+	}
+	for i := range e.claims {
+		fe := e.claims[i].Frontend
+		everyAddr := !fe.Addr.IsValid()
+		served := s.served(fe.Kind, everyAddr)
+		switch {
+		case served == unserved:
+			s.explain.unserved(fe)
+			continue
+		case s.host.was && (everyAddr || fe.Kind == HostPort):
+			if !fe.Foreign {
+				s.bury(fe.Owner, fe.Kind, everyAddr)
+			}
+			continue
+		}
+		s.explain.claim(fe, served)
+		if fe.Valid.Contains(s.to, s.dport) && (s.serving == nil || s.serving.Foreign) {
+			s.serving = fe
+		}
+		if fe.Foreign {
+			s.foreign = true
+			continue
+		}
+		if s.first == nil {
+			s.first = fe
+		}
+		s.backends = s.backends || fe.Valid.Len() > 0
+		if served == uncertain {
+			s.uncertain = fe
+			continue
+		}
+		s.certain = true
+		if fe.Usable > 0 && s.usable == nil {
+			s.usable = fe
+		}
+	}
+}
+
+// served tells whether a frontend of a kind can be met at the destination. Node
+// ports, host ports and what stands for every address are met only on this
+// host's own.
+func (s *scene) served(k Kind, everyAddr bool) certainty {
+	switch {
+	case k == NodePort:
+		return s.host.ports // unserved where the destination is not this host's
+	case (everyAddr || k == HostPort) && !s.local:
+		return unserved
+	}
+	return certain
+}
+
+func (s *scene) bury(owner string, k Kind, everyAddr bool) {
+	if !s.gone && s.served(k, everyAddr) != unserved {
+		s.gone, s.goneOwner, s.goneKind = true, owner, k
+		s.explain.tombstone(owner, k)
+	}
+}
+
+func (s *scene) verdict(translated bool) Verdict {
+	say := func(a Action, r Reason, f *Frontend) Verdict { return Verdict{a, r, f.Owner, f.Kind} }
+	switch {
+	case s.first == nil:
+		if s.gone && translated && !s.foreign {
+			return Verdict{Delete, FrontendGone, s.goneOwner, s.goneKind}
+		}
+		return Verdict{Ignore, NoFrontend, "", 0}
+	case s.serving != nil:
+		// Also where the flow is untranslated: a backend at the frontend's own
+		// address and port (a host-network pod behind its node's address) is
+		// reached by a translation that changes nothing.
+		return say(Keep, Serving, s.serving)
+	case translated && s.backends:
+		return say(Delete, BackendGone, s.first)
+	case translated:
+		return say(Delete, NoBackends, s.first)
+	case s.usable != nil:
+		return say(Delete, Untranslated, s.usable)
+	case s.uncertain != nil && (!s.certain || s.uncertain.Usable > 0):
+		return say(Keep, UncertainAddr, s.uncertain)
+	default:
+		return say(Keep, AwaitingBackend, s.first)
+	}
+}

@@ -1,0 +1,455 @@
+package frontend
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+	"strconv"
+	"sync"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+)
+
+// Key is where a frontend is reached. The unspecified address of a family
+// stands for every address of this host of that family.
+type Key struct {
+	Addr  netip.Addr
+	Proto uint8
+	Ports Ports
+}
+
+// String returns "203.0.113.10:53/UDP", "[2001:db8::1]:53/UDP",
+// "192.0.2.1:50000-50099/UDP" or "*:30053/UDP".
+func (k Key) String() string {
+	host := k.Addr.String()
+	switch {
+	case k.Addr.IsUnspecified():
+		host = "*"
+	case k.Addr.Is6():
+		host = "[" + host + "]"
+	}
+	ports := strconv.Itoa(int(k.Ports.First))
+	if !k.Ports.Single() {
+		ports += "-" + strconv.Itoa(int(k.Ports.Last))
+	}
+	return host + ":" + ports + "/" + ProtoName(k.Proto)
+}
+
+// ProtoName returns "UDP", "TCP" or "SCTP", and the number of any other
+// protocol.
+func ProtoName(proto uint8) string {
+	switch proto {
+	case conntrack.UDP:
+		return "UDP"
+	case conntrack.TCP:
+		return "TCP"
+	case conntrack.SCTP:
+		return "SCTP"
+	}
+	return strconv.Itoa(int(proto))
+}
+
+func anyAddr(fam conntrack.Family) netip.Addr {
+	if fam == conntrack.IPv4 {
+		return netip.IPv4Unspecified()
+	}
+	return netip.IPv6Unspecified()
+}
+
+// Key returns where the frontend is reached.
+func (f *Frontend) Key() Key {
+	k := Key{f.Addr, f.Proto, f.Ports}
+	if !f.Addr.IsValid() {
+		k.Addr = anyAddr(f.Family)
+	}
+	return k
+}
+
+// entry is all that is known of one Key. Without claims it is a tombstone.
+//
+//	owners ──Set──▶ claims ──▶ entry ◀── Judge looks up by destination
+//	                             │
+//	                 last claim of ours gone ──▶ tombstone ──Forget──▶ nothing
+type entry struct {
+	claims []claim
+	// tomb is the last claim of ours that went, valid while there is no claim.
+	tomb Tombstone
+}
+
+type claim struct {
+	unit string
+	*Frontend
+}
+
+// Tombstone is a frontend that was ours and is gone. What was translated for it
+// is still ours to clean.
+type Tombstone struct {
+	Key   Key
+	Owner string
+	Kind  Kind
+}
+
+// Table is the desired state: all frontends, by where they are reached. It is
+// safe for concurrent use; a judgement takes a read lock and allocates nothing.
+type Table struct {
+	mu      sync.RWMutex
+	policy  Policy
+	zones   []uint16
+	units   map[string][]Frontend
+	entries map[Key]*entry
+	// ranges indexes the entries of more than one port by address and protocol.
+	ranges map[addrProto]*segments
+	// dirty: ranges came or went and their segments are to be made anew.
+	dirty bool
+	hosts map[netip.Addr]hostAddr
+	// anyLocal counts the entries that stand for every address of this host.
+	anyLocal int
+	// scope counts the entries by family and protocol.
+	scope map[Scope]int
+}
+
+// Scope is a family and protocol.
+type Scope struct {
+	Family conntrack.Family
+	Proto  uint8
+}
+
+// Scopes returns the families and protocols that have frontends or tombstones
+// and that the policy sweeps, in order: flows of all others are ignored.
+func (t *Table) Scopes() []Scope {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	var list []Scope
+	for s := range t.scope {
+		if t.policy.Of(s.Proto) != Off {
+			list = append(list, s)
+		}
+	}
+	slices.SortFunc(list, func(a, b Scope) int {
+		return cmp.Or(cmp.Compare(a.Family, b.Family), -cmp.Compare(a.Proto, b.Proto))
+	})
+	return list
+}
+
+// Scope returns the key's family and protocol.
+func (k Key) Scope() Scope { return Scope{conntrack.FamilyOf(k.Addr), k.Proto} }
+
+type addrProto struct {
+	addr  netip.Addr
+	proto uint8
+}
+
+// hostAddr says what an address is to this host.
+type hostAddr struct {
+	// was: an address that this host had and lost. Its frontends are tombstones.
+	was bool
+	// ports: whether a proxy serves node ports there.
+	ports certainty
+}
+
+type certainty uint8
+
+const (
+	unserved certainty = iota
+	uncertain
+	certain
+)
+
+// Options are the parts of the judgement that are not frontends.
+type Options struct {
+	Policy Policy
+	// Zones are the conntrack zones that are judged; none stands for the
+	// default zone, 0.
+	Zones []uint16
+}
+
+// NewTable returns an empty table, in which every flow is ignored.
+func NewTable(o Options) *Table {
+	if len(o.Zones) == 0 {
+		o.Zones = []uint16{0}
+	}
+	return &Table{
+		policy:  o.Policy,
+		zones:   slices.Clone(o.Zones),
+		units:   map[string][]Frontend{},
+		entries: map[Key]*entry{},
+		ranges:  map[addrProto]*segments{},
+		hosts:   map[netip.Addr]hostAddr{},
+		scope:   map[Scope]int{},
+	}
+}
+
+// Policy returns what the table was made with.
+func (t *Table) Policy() Policy { return t.policy }
+
+// Zones returns the zones that are judged.
+func (t *Table) Zones() []uint16 { return slices.Clone(t.zones) }
+
+// Len returns the number of frontends and of tombstones.
+func (t *Table) Len() (frontends, tombstones int) {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	for _, e := range t.entries {
+		if len(e.claims) == 0 {
+			tombstones++
+		} else if ours(e.claims) {
+			frontends++
+		}
+	}
+	return frontends, tombstones
+}
+
+// Set replaces what one unit contributes: all frontends of a Service, a Pod or
+// an item of a file; none removes the unit. A frontend with port 0, an unknown
+// protocol or neither address nor family contributes nothing. The work is that
+// of the frontends given and replaced, whatever the table's size. The slice
+// belongs to the table from here on.
+func (t *Table) Set(unit string, fs []Frontend) Change {
+	fs = slices.DeleteFunc(fs, func(f Frontend) bool { return !f.sound() })
+	defer t.lock()()
+	return t.set(unit, fs)
+}
+
+// lock begins an update and returns what ends it.
+func (t *Table) lock() (unlock func()) {
+	t.mu.Lock()
+	return func() {
+		if t.dirty {
+			for _, s := range t.ranges {
+				s.build()
+			}
+			t.dirty = false
+		}
+		t.mu.Unlock()
+	}
+}
+
+func (f *Frontend) sound() bool {
+	if f.Ports.First == 0 || f.Ports.Last < f.Ports.First {
+		return false
+	}
+	if !f.Addr.IsValid() && f.Family != conntrack.IPv4 && f.Family != conntrack.IPv6 {
+		return false
+	}
+	return f.Proto == conntrack.UDP || f.Proto == conntrack.TCP || f.Proto == conntrack.SCTP
+}
+
+// Replace makes units all that there is. Units are added before others are
+// removed, so that a frontend that changes hands is never without an owner.
+func (t *Table) Replace(units map[string][]Frontend) Change {
+	defer t.lock()()
+	var ch Change
+	for _, unit := range sortedKeys(units) {
+		fs := slices.DeleteFunc(units[unit], func(f Frontend) bool { return !f.sound() })
+		ch.Add(t.set(unit, fs))
+	}
+	for _, unit := range sortedKeys(t.units) {
+		if _, ok := units[unit]; !ok {
+			ch.Add(t.set(unit, nil))
+		}
+	}
+	return ch
+}
+
+func sortedKeys[V any](m map[string]V) []string {
+	keys := make([]string, 0, len(m))
+	for k := range m {
+		keys = append(keys, k)
+	}
+	slices.Sort(keys)
+	return keys
+}
+
+func (t *Table) set(unit string, fs []Frontend) Change {
+	old := t.units[unit]
+	before := make(map[Key][]claim, len(old)+len(fs))
+	for _, list := range [][]Frontend{old, fs} {
+		for i := range list {
+			k := list[i].Key()
+			if _, ok := before[k]; !ok {
+				before[k] = nil
+				if e := t.entries[k]; e != nil {
+					before[k] = slices.Clone(e.claims)
+				}
+			}
+		}
+	}
+	for i := range old {
+		e := t.entries[old[i].Key()]
+		e.claims = slices.DeleteFunc(e.claims, func(c claim) bool { return c.unit == unit })
+	}
+	for i := range fs {
+		e := t.entry(fs[i].Key())
+		e.claims = append(e.claims, claim{unit, &fs[i]})
+	}
+	if fs == nil {
+		delete(t.units, unit)
+	} else {
+		t.units[unit] = fs
+	}
+	var ch Change
+	for _, k := range sortedByKey(before) {
+		e := t.entries[k]
+		slices.SortStableFunc(e.claims, func(a, b claim) int { return cmp.Compare(a.Owner, b.Owner) })
+		ch.compare(k, before[k], e.claims)
+		if len(e.claims) > 0 {
+			continue
+		}
+		if i := slices.IndexFunc(before[k], func(c claim) bool { return !c.Foreign }); i >= 0 {
+			e.tomb = Tombstone{k, before[k][i].Owner, before[k][i].Kind}
+		}
+		if e.tomb == (Tombstone{}) {
+			t.remove(k)
+		}
+	}
+	return ch
+}
+
+func sortedByKey(m map[Key][]claim) []Key {
+	keys := make([]Key, 0, len(m))
+	for k := range m {
+		keys = append(keys, k)
+	}
+	slices.SortFunc(keys, compareKeys)
+	return keys
+}
+
+func compareKeys(a, b Key) int {
+	return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(a.Proto, b.Proto),
+		cmp.Compare(a.Ports.First, b.Ports.First), cmp.Compare(a.Ports.Last, b.Ports.Last))
+}
+
+// entry returns the entry of a key, a new one where there is none. A tombstone
+// ends with the claim that the caller adds.
+func (t *Table) entry(k Key) *entry {
+	e := t.entries[k]
+	if e == nil {
+		e = &entry{}
+		t.entries[k] = e
+		t.scope[k.Scope()]++
+		if k.Addr.IsUnspecified() {
+			t.anyLocal++
+		}
+		if !k.Ports.Single() {
+			ap := addrProto{k.Addr, k.Proto}
+			if t.ranges[ap] == nil {
+				t.ranges[ap] = &segments{}
+			}
+			t.ranges[ap].add(k.Ports, e)
+			t.dirty = true
+		}
+	}
+	e.tomb = Tombstone{}
+	return e
+}
+
+func (t *Table) remove(k Key) {
+	e := t.entries[k]
+	delete(t.entries, k)
+	if t.scope[k.Scope()]--; t.scope[k.Scope()] == 0 {
+		delete(t.scope, k.Scope())
+	}
+	if k.Addr.IsUnspecified() {
+		t.anyLocal--
+	}
+	if !k.Ports.Single() {
+		ap := addrProto{k.Addr, k.Proto}
+		if t.ranges[ap].remove(e); len(t.ranges[ap].all) == 0 {
+			delete(t.ranges, ap)
+		}
+		t.dirty = true
+	}
+}
+
+// SetHost replaces what is known of this host's addresses. An address that it
+// had and lost keeps the frontends that it had as tombstones.
+func (t *Table) SetHost(h Host) Change {
+	now := map[netip.Addr]hostAddr{}
+	for _, a := range h.Other {
+		if !a.IsLoopback() {
+			now[a.Unmap()] = hostAddr{ports: h.serves(a.Unmap(), false)}
+		}
+	}
+	for _, a := range h.Listed {
+		if !a.IsLoopback() {
+			now[a.Unmap()] = hostAddr{ports: h.serves(a.Unmap(), true)}
+		}
+	}
+	defer t.lock()()
+	var ch Change
+	for a, old := range t.hosts {
+		if _, ok := now[a]; !ok {
+			now[a] = hostAddr{was: true, ports: old.ports}
+		}
+	}
+	for a, h := range now {
+		if old, ok := t.hosts[a]; !ok || old != h {
+			ch.Hosts = append(ch.Hosts, a)
+		}
+	}
+	slices.SortFunc(ch.Hosts, netip.Addr.Compare)
+	t.hosts = now
+	return ch
+}
+
+func (h *Host) serves(a netip.Addr, listed bool) certainty {
+	if len(h.NodePorts) == 0 {
+		if listed {
+			return certain
+		}
+		return uncertain
+	}
+	family := false
+	for _, p := range h.NodePorts {
+		if p.Contains(a) {
+			return certain
+		}
+		family = family || p.Addr().Is4() == a.Is4()
+	}
+	if family {
+		return unserved
+	}
+	return certain
+}
+
+// Tombstones returns the frontends that are gone and not forgotten, in order.
+func (t *Table) Tombstones() []Tombstone {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	var list []Tombstone
+	for _, e := range t.entries {
+		if len(e.claims) == 0 {
+			list = append(list, e.tomb)
+		}
+	}
+	slices.SortFunc(list, func(a, b Tombstone) int { return compareKeys(a.Key, b.Key) })
+	return list
+}
+
+// Bury adds tombstones known from elsewhere (an earlier run). A frontend that
+// exists is none.
+func (t *Table) Bury(list ...Tombstone) Change {
+	defer t.lock()()
+	var ch Change
+	for _, tomb := range list {
+		f := Frontend{Proto: tomb.Key.Proto, Addr: tomb.Key.Addr, Ports: tomb.Key.Ports}
+		if !f.sound() || t.entries[tomb.Key] != nil {
+			continue
+		}
+		t.entry(tomb.Key).tomb = tomb
+		ch.Suspects = append(ch.Suspects, Suspect{
+			Key: tomb.Key, Cause: CauseGone, Owner: tomb.Owner, Kind: tomb.Kind,
+		})
+	}
+	return ch
+}
+
+// Forget drops tombstones: nothing that was translated for them is left.
+func (t *Table) Forget(keys ...Key) {
+	defer t.lock()()
+	for _, k := range keys {
+		if e := t.entries[k]; e != nil && len(e.claims) == 0 {
+			t.remove(k)
+		}
+	}
+}

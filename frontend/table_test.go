@@ -1,0 +1,644 @@
+package frontend
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func ap(s string) netip.AddrPort { return netip.MustParseAddrPort(s) }
+func ip(s string) netip.Addr     { return netip.MustParseAddr(s) }
+
+func backends(list ...string) Backends {
+	var bs []netip.AddrPort
+	for _, s := range list {
+		if a, err := netip.ParseAddr(s); err == nil {
+			bs = append(bs, netip.AddrPortFrom(a, 0))
+		} else {
+			bs = append(bs, ap(s))
+		}
+	}
+	return NewBackends(bs...)
+}
+
+// udp is a flow from a client to dst that is answered from src.
+func udp(dst, src string) conntrack.Flow {
+	d, s := ap(dst), ap(src)
+	client := ip("192.0.2.50")
+	if d.Addr().Is6() {
+		client = ip("2001:db8:9::5")
+	}
+	return conntrack.Flow{
+		Family: conntrack.FamilyOf(d.Addr()), Proto: conntrack.UDP,
+		Orig:  conntrack.Tuple{Src: client, Dst: d.Addr(), SrcPort: 40000, DstPort: d.Port()},
+		Reply: conntrack.Tuple{Src: s.Addr(), Dst: client, SrcPort: s.Port(), DstPort: 40000},
+	}
+}
+
+func at(dst string, kind Kind, valid Backends, usable int) Frontend {
+	d := ap(dst)
+	return Frontend{
+		Owner: "default/dns:udp", Kind: kind, Proto: conntrack.UDP,
+		Addr: d.Addr(), Ports: Port(d.Port()), Valid: valid, Usable: usable,
+	}
+}
+
+func anywhere(port uint16, kind Kind, valid Backends, usable int) Frontend {
+	return Frontend{
+		Owner: "default/dns:udp", Kind: kind, Proto: conntrack.UDP, Family: conntrack.IPv4,
+		Ports: Port(port), Valid: valid, Usable: usable,
+	}
+}
+
+const (
+	vip   = "203.0.113.10:53"
+	alive = "198.51.100.11:53"
+	dead  = "198.51.100.19:53"
+)
+
+// The rule, one case a line of it. The corpus in test/scenarios has more.
+func TestJudge(t *testing.T) {
+	one := backends(alive)
+	listed := Host{Listed: []netip.Addr{ip("192.0.2.1"), ip("127.0.0.1")}, Other: []netip.Addr{ip("192.0.2.9")}}
+	mod := func(f conntrack.Flow, change func(*conntrack.Flow)) conntrack.Flow { change(&f); return f }
+	for _, tc := range []struct {
+		name string
+		now  []Frontend
+		was  []Frontend
+		host Host
+		flow conntrack.Flow
+		want string
+	}{
+		{name: "ICMP", flow: mod(udp(vip, vip), func(f *conntrack.Flow) { f.Proto = conntrack.ICMP }), want: "ignore protocol"},
+		{
+			name: "another zone", now: []Frontend{at(vip, ClusterIP, one, 1)},
+			flow: mod(udp(vip, dead), func(f *conntrack.Flow) { f.Zone = 7 }), want: "ignore zone",
+		},
+		{
+			name: "another zone, one direction", now: []Frontend{at(vip, ClusterIP, one, 1)},
+			flow: mod(udp(vip, dead), func(f *conntrack.Flow) { f.Zone, f.ZoneDir = 7, conntrack.ZoneReply }), want: "ignore zone",
+		},
+		{
+			name: "expected by a helper", now: []Frontend{at(vip, ClusterIP, one, 1)},
+			flow: mod(udp(vip, dead), func(f *conntrack.Flow) { f.Status = conntrack.StatusExpected }), want: "ignore expected",
+		},
+		{name: "no frontend", flow: udp(vip, dead), want: "ignore no-frontend"},
+		{name: "another port", now: []Frontend{at("203.0.113.10:54", ClusterIP, one, 1)}, flow: udp(vip, dead), want: "ignore no-frontend"},
+		{name: "serving", now: []Frontend{at(vip, ClusterIP, one, 1)}, flow: udp(vip, alive), want: "keep serving"},
+		{name: "valid but not usable", now: []Frontend{at(vip, ClusterIP, one, 0)}, flow: udp(vip, alive), want: "keep serving"},
+		{name: "backend gone", now: []Frontend{at(vip, ClusterIP, one, 1)}, flow: udp(vip, dead), want: "delete backend-gone"},
+		{name: "backend's other port", now: []Frontend{at(vip, ClusterIP, one, 1)}, flow: udp(vip, "198.51.100.11:54"), want: "delete backend-gone"},
+		{name: "no backends", now: []Frontend{at(vip, ClusterIP, Backends{}, 0)}, flow: udp(vip, dead), want: "delete no-backends"},
+		{name: "only the port is translated", now: []Frontend{at(vip, ClusterIP, one, 1)}, flow: udp(vip, "203.0.113.10:54"), want: "delete backend-gone"},
+		{name: "untranslated", now: []Frontend{at(vip, ClusterIP, one, 1)}, flow: udp(vip, vip), want: "delete untranslated"},
+		{name: "untranslated, nothing usable", now: []Frontend{at(vip, ClusterIP, one, 0)}, flow: udp(vip, vip), want: "keep awaiting-backends"},
+		{name: "backend at the frontend itself", now: []Frontend{at(vip, ExternalIP, backends(vip), 1)}, flow: udp(vip, vip), want: "keep serving"},
+		{name: "tombstone", was: []Frontend{at(vip, ClusterIP, one, 1)}, flow: udp(vip, alive), want: "delete frontend-gone"},
+		{name: "tombstone, untranslated", was: []Frontend{at(vip, ClusterIP, one, 1)}, flow: udp(vip, vip), want: "ignore no-frontend"},
+		{name: "back again", was: []Frontend{at(vip, ClusterIP, one, 1)}, now: []Frontend{at(vip, ExternalIP, one, 1)}, flow: udp(vip, alive), want: "keep serving"},
+		{
+			name: "handed to another proxy", was: []Frontend{at(vip, ClusterIP, one, 1)},
+			now:  []Frontend{{Owner: "x", Kind: ClusterIP, Proto: conntrack.UDP, Addr: ip("203.0.113.10"), Ports: Port(53), Valid: one, Foreign: true}},
+			flow: udp(vip, dead), want: "ignore no-frontend",
+		},
+		{
+			name: "shared with another proxy, its backend", now: []Frontend{
+				at(vip, ExternalIP, one, 1),
+				{Owner: "x", Kind: ExternalIP, Proto: conntrack.UDP, Addr: ip("203.0.113.10"), Ports: Port(53), Valid: backends(dead), Foreign: true},
+			},
+			flow: udp(vip, dead), want: "keep serving",
+		},
+		{name: "node port", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.1:30053", dead), want: "delete backend-gone"},
+		{name: "node port elsewhere", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.2:30053", dead), want: "ignore no-frontend"},
+		{name: "node port on loopback", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("127.0.0.1:30053", "127.0.0.1:30053"), want: "ignore no-frontend"},
+		{name: "node port, unlisted", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.9:30053", "192.0.2.9:30053"), want: "keep uncertain-address"},
+		{name: "node port, unlisted, translated", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.9:30053", dead), want: "delete backend-gone"},
+		{
+			name: "node port, unlisted, but a host port too", now: []Frontend{anywhere(30053, NodePort, one, 1), anywhere(30053, HostPort, one, 1)}, host: listed,
+			flow: udp("192.0.2.9:30053", "192.0.2.9:30053"), want: "delete untranslated",
+		},
+		{name: "host port, unlisted", now: []Frontend{anywhere(514, HostPort, one, 1)}, host: listed, flow: udp("192.0.2.9:514", "192.0.2.9:514"), want: "delete untranslated"},
+		{name: "host port of one address", now: []Frontend{at("192.0.2.9:514", HostPort, one, 1)}, host: listed, flow: udp("192.0.2.9:514", dead), want: "delete backend-gone"},
+		{name: "host port of an address that is not here", now: []Frontend{at("192.0.2.2:514", HostPort, one, 1)}, host: listed, flow: udp("192.0.2.2:514", dead), want: "ignore no-frontend"},
+		{
+			name: "node-port range", now: []Frontend{anywhere(30053, NodePort, one, 1)},
+			host: Host{Listed: listed.Listed, Other: listed.Other, NodePorts: []netip.Prefix{netip.MustParsePrefix("192.0.2.8/29")}},
+			flow: udp("192.0.2.9:30053", "192.0.2.9:30053"), want: "delete untranslated",
+		},
+		{
+			name: "outside the node-port range", now: []Frontend{anywhere(30053, NodePort, one, 1)},
+			host: Host{Listed: listed.Listed, NodePorts: []netip.Prefix{netip.MustParsePrefix("192.0.2.8/29")}},
+			flow: udp("192.0.2.1:30053", dead), want: "ignore no-frontend",
+		},
+		{
+			name: "node-port range of the other family", now: []Frontend{anywhere(30053, NodePort, one, 1)},
+			host: Host{Other: listed.Other, NodePorts: []netip.Prefix{netip.MustParsePrefix("2001:db8::/64")}},
+			flow: udp("192.0.2.9:30053", "192.0.2.9:30053"), want: "delete untranslated",
+		},
+		{name: "node port that is gone", was: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.9:30053", alive), want: "delete frontend-gone"},
+		{name: "two owners, second serves", now: []Frontend{at(vip, ExternalIP, one, 1), at(vip, ExternalIP, backends(dead), 1)}, flow: udp(vip, dead), want: "keep serving"},
+		{name: "two owners, one usable", now: []Frontend{at(vip, ExternalIP, Backends{}, 0), at(vip, ExternalIP, one, 1)}, flow: udp(vip, vip), want: "delete untranslated"},
+		{
+			name: "exact and every address", now: []Frontend{at("192.0.2.1:53", ExternalIP, one, 1), anywhere(53, HostPort, backends(dead), 1)}, host: listed,
+			flow: udp("192.0.2.1:53", dead), want: "keep serving",
+		},
+		{
+			name: "IPv6", now: []Frontend{at("[2001:db8::10]:53", ClusterIP, backends("[2001:db8:2::11]:53"), 1)},
+			flow: udp("[2001:db8::10]:53", "[2001:db8:2::12]:53"), want: "delete backend-gone",
+		},
+		{
+			name: "range, same port", now: []Frontend{{Owner: "w", Proto: conntrack.UDP, Addr: ip("192.0.2.1"), Ports: Ports{50000, 50099}, Valid: backends("198.51.100.11"), Usable: 1}},
+			flow: udp("192.0.2.1:50099", "198.51.100.11:50099"), want: "keep serving",
+		},
+		{
+			name: "range, other port", now: []Frontend{{Owner: "w", Proto: conntrack.UDP, Addr: ip("192.0.2.1"), Ports: Ports{50000, 50099}, Valid: backends("198.51.100.11"), Usable: 1}},
+			flow: udp("192.0.2.1:50099", "198.51.100.11:50098"), want: "delete backend-gone",
+		},
+		{
+			name: "past the range", now: []Frontend{{Owner: "w", Proto: conntrack.UDP, Addr: ip("192.0.2.1"), Ports: Ports{50000, 50099}, Valid: backends("198.51.100.11"), Usable: 1}},
+			flow: udp("192.0.2.1:50100", "198.51.100.11:50098"), want: "ignore no-frontend",
+		},
+		{
+			name: "range to the last port", now: []Frontend{{Owner: "w", Proto: conntrack.UDP, Addr: ip("192.0.2.1"), Ports: Ports{1, 65535}, Valid: backends("198.51.100.11"), Usable: 1}},
+			flow: udp("192.0.2.1:65535", "192.0.2.1:65535"), want: "delete untranslated",
+		},
+		{
+			name: "range that is gone", was: []Frontend{{Owner: "w", Proto: conntrack.UDP, Addr: ip("192.0.2.1"), Ports: Ports{50000, 50099}, Valid: one, Usable: 1}},
+			flow: udp("192.0.2.1:50001", alive), want: "delete frontend-gone",
+		},
+		{
+			name: "port 0 is nothing", now: []Frontend{{Owner: "w", Proto: conntrack.UDP, Addr: ip("192.0.2.1"), Valid: one, Usable: 1}},
+			flow: udp("192.0.2.1:0", "192.0.2.1:0"), want: "ignore no-frontend",
+		},
+		{
+			name: "established TCP", now: []Frontend{func() Frontend { f := at(vip, ClusterIP, one, 1); f.Proto = conntrack.TCP; return f }()},
+			flow: mod(udp(vip, dead), func(f *conntrack.Flow) { f.Proto, f.Status = conntrack.TCP, conntrack.StatusSeenReply }), want: "keep policy",
+		},
+		{
+			name: "unanswered TCP", now: []Frontend{func() Frontend { f := at(vip, ClusterIP, one, 1); f.Proto = conntrack.TCP; return f }()},
+			flow: mod(udp(vip, dead), func(f *conntrack.Flow) { f.Proto = conntrack.TCP }), want: "delete backend-gone",
+		},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			tab := NewTable(Options{Policy: DefaultPolicy})
+			tab.SetHost(tc.host)
+			tab.Set("a", tc.was)
+			tab.Set("a", nil)
+			for i := range tc.now {
+				tab.Set(fmt.Sprint("b", i), tc.now[i:i+1])
+			}
+			v, steps := tab.Explain(&tc.flow)
+			if v.String() != tc.want {
+				t.Errorf("%s, want %s\n%q", v, tc.want, steps)
+			}
+			if plain := tab.Judge(&tc.flow); plain != v {
+				t.Errorf("Judge says %v, Explain %v", plain, v)
+			}
+			if len(steps) == 0 {
+				t.Error("no explanation")
+			}
+		})
+	}
+}
+
+func TestHostAddressLost(t *testing.T) {
+	tab := NewTable(Options{Policy: DefaultPolicy})
+	tab.SetHost(Host{Listed: []netip.Addr{ip("192.0.2.1"), ip("192.0.2.2")}})
+	tab.Set("a", []Frontend{anywhere(30053, NodePort, backends(alive), 1)})
+	flow := udp("192.0.2.1:30053", alive)
+	if v := tab.Judge(&flow).String(); v != "keep serving" {
+		t.Fatal(v)
+	}
+	ch := tab.SetHost(Host{Listed: []netip.Addr{ip("192.0.2.2")}})
+	if !slices.Equal(ch.Hosts, []netip.Addr{ip("192.0.2.1")}) {
+		t.Errorf("suspect addresses %v", ch.Hosts)
+	}
+	if v := tab.Judge(&flow).String(); v != "delete frontend-gone" {
+		t.Error(v)
+	}
+	if ch := tab.SetHost(Host{Listed: []netip.Addr{ip("192.0.2.2")}}); !ch.Empty() {
+		t.Errorf("the same again: %+v", ch)
+	}
+}
+
+func TestChange(t *testing.T) {
+	one, two, other := backends(alive), backends(alive, "198.51.100.12:53"), backends(dead)
+	fr := func(valid Backends, usable int) []Frontend { return []Frontend{at(vip, ClusterIP, valid, usable)} }
+	foreign := fr(one, 0)
+	foreign[0].Foreign = true
+	for _, tc := range []struct {
+		name     string
+		from, to []Frontend
+		want     []string
+	}{
+		{"appears", nil, fr(one, 1), []string{"frontend-new []"}},
+		{"appears without backends", nil, fr(Backends{}, 0), []string{"frontend-new []"}},
+		{"disappears", fr(one, 1), nil, []string{"frontend-gone []"}},
+		{"the same", fr(one, 1), fr(one, 1), nil},
+		{"a second backend", fr(one, 1), fr(two, 2), nil},
+		{"a backend leaves", fr(two, 2), fr(one, 1), []string{"backend-lost [198.51.100.12:53]"}},
+		{"a backend is replaced", fr(one, 1), fr(other, 1), []string{"backend-lost [198.51.100.11:53]"}},
+		{"to none", fr(one, 1), fr(Backends{}, 0), []string{"backend-lost [198.51.100.11:53]"}},
+		{"the first", fr(Backends{}, 0), fr(one, 1), []string{"first-backend []"}},
+		{"not usable any more", fr(one, 1), fr(one, 0), nil},
+		{"usable again", fr(one, 0), fr(one, 1), []string{"first-backend []"}},
+		{
+			"replaced after a time without usable ones", fr(one, 0), fr(other, 1),
+			[]string{"backend-lost [198.51.100.11:53]", "first-backend []"},
+		},
+		{"to another proxy", fr(one, 1), foreign, nil},
+		{"from another proxy", foreign, fr(one, 1), []string{"frontend-new []"}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			tab := NewTable(Options{Policy: DefaultPolicy})
+			tab.Set("a", tc.from)
+			ch := tab.Set("a", tc.to)
+			var got []string
+			for _, s := range ch.Suspects {
+				got = append(got, fmt.Sprint(s.Cause, " ", s.Lost))
+			}
+			if d := cmp.Diff(tc.want, got); d != "" {
+				t.Error(d)
+			}
+		})
+	}
+}
+
+func TestReplaceHandsOverWithoutGap(t *testing.T) {
+	tab := NewTable(Options{Policy: DefaultPolicy})
+	tab.Replace(map[string][]Frontend{"old": {at(vip, ClusterIP, backends(alive, "198.51.100.12:53"), 2)}})
+	ch := tab.Replace(map[string][]Frontend{"new": {at(vip, ClusterIP, backends(alive), 1)}})
+	if len(ch.Suspects) != 1 || ch.Suspects[0].Cause != CauseBackendLost || len(ch.Suspects[0].Lost) != 1 {
+		t.Errorf("%+v", ch)
+	}
+	if _, tombs := tab.Len(); tombs != 0 {
+		t.Errorf("%d tombstones", tombs)
+	}
+}
+
+func TestTombstones(t *testing.T) {
+	tab := NewTable(Options{Policy: DefaultPolicy})
+	rng := Frontend{Owner: "r", Proto: conntrack.UDP, Addr: ip("192.0.2.1"), Ports: Ports{10, 20}, Usable: 1}
+	tab.Set("a", []Frontend{at(vip, ClusterIP, backends(alive), 1), rng})
+	tab.Set("a", nil)
+	list := tab.Tombstones()
+	if len(list) != 2 || list[0].Key.String() != "192.0.2.1:10-20/UDP" || list[1].Key.String() != vip+"/UDP" {
+		t.Fatalf("%v", list)
+	}
+	again := NewTable(Options{Policy: DefaultPolicy})
+	again.Set("b", []Frontend{rng})
+	again.Bury(list...)
+	if got := again.Tombstones(); len(got) != 1 || got[0] != list[1] {
+		t.Errorf("buried %v", got)
+	}
+	flow := udp(vip, alive)
+	if v := again.Judge(&flow); v.String() != "delete frontend-gone" || v.Owner != "default/dns:udp" || v.Kind != ClusterIP {
+		t.Errorf("%+v", v)
+	}
+	again.Forget(list[0].Key, list[1].Key)
+	if f, tombs := again.Len(); f != 1 || tombs != 0 {
+		t.Errorf("%d frontends, %d tombstones", f, tombs)
+	}
+	if v := again.Judge(&flow); v.String() != "ignore no-frontend" {
+		t.Errorf("%+v", v)
+	}
+}
+
+// model is the judgement and the table's history as the design tells them,
+// without an index: everything is looked through for every flow.
+type model struct {
+	units map[string][]Frontend
+	tombs map[Key]Frontend
+	host  map[netip.Addr]hostAddr
+}
+
+func (m *model) claims() (all []Frontend) {
+	for _, u := range sortedKeys(m.units) {
+		all = append(all, m.units[u]...)
+	}
+	return all
+}
+
+func (m *model) oursAt(k Key) (f Frontend, ours, claimed bool) {
+	for _, c := range m.claims() {
+		if c.Key() == k {
+			claimed = true
+			if !c.Foreign {
+				f, ours = c, true
+			}
+		}
+	}
+	return f, ours, claimed
+}
+
+func (m *model) set(unit string, fs []Frontend) {
+	was := m.claims()
+	m.units[unit] = fs
+	for _, f := range was {
+		k := f.Key()
+		if _, _, claimed := m.oursAt(k); !claimed && !f.Foreign {
+			m.tombs[k] = f
+		}
+	}
+	for _, f := range fs {
+		delete(m.tombs, f.Key())
+	}
+}
+
+func (m *model) matches(f *Frontend, fl *conntrack.Flow) (match, was bool, c certainty) {
+	k := f.Key()
+	if k.Proto != fl.Proto || !k.Ports.Contains(fl.Orig.DstPort) {
+		return false, false, 0
+	}
+	h, local := m.host[fl.Orig.Dst]
+	everywhere := k.Addr.IsUnspecified()
+	if everywhere {
+		if !local || k.Addr.Is4() != fl.Orig.Dst.Is4() {
+			return false, false, 0
+		}
+	} else if k.Addr != fl.Orig.Dst || f.Kind == HostPort && !local {
+		return false, false, 0
+	}
+	if f.Kind == NodePort {
+		return h.ports != unserved, h.was, h.ports
+	}
+	return true, h.was && (everywhere || f.Kind == HostPort), certain
+}
+
+func (m *model) judge(fl *conntrack.Flow) string {
+	var ours, foreign, tomb, hit, backends, usable, uncertainSeen, uncertainUsable, certainSeen bool
+	for _, f := range m.claims() {
+		match, was, c := m.matches(&f, fl)
+		if !match {
+			continue
+		}
+		if was {
+			tomb = tomb || !f.Foreign
+			continue
+		}
+		for _, b := range f.Valid.All() {
+			if b.Addr() == fl.Reply.Src && (b.Port() == fl.Reply.SrcPort || b.Port() == 0 && fl.Reply.SrcPort == fl.Orig.DstPort) {
+				hit = true
+			}
+		}
+		if f.Foreign {
+			foreign = true
+			continue
+		}
+		ours = true
+		backends = backends || f.Valid.Len() > 0
+		if c == uncertain {
+			uncertainSeen, uncertainUsable = true, uncertainUsable || f.Usable > 0
+		} else {
+			certainSeen, usable = true, usable || f.Usable > 0
+		}
+	}
+	for _, f := range m.tombs {
+		if match, _, _ := m.matches(&f, fl); match {
+			tomb = true
+		}
+	}
+	translated := netip.AddrPortFrom(fl.Reply.Src, fl.Reply.SrcPort) != netip.AddrPortFrom(fl.Orig.Dst, fl.Orig.DstPort)
+	switch {
+	case !ours && translated && tomb && !foreign:
+		return "delete frontend-gone"
+	case !ours:
+		return "ignore no-frontend"
+	case hit:
+		return "keep serving"
+	case translated && backends:
+		return "delete backend-gone"
+	case translated:
+		return "delete no-backends"
+	case usable:
+		return "delete untranslated"
+	case uncertainSeen && (!certainSeen || uncertainUsable):
+		return "keep uncertain-address"
+	}
+	return "keep awaiting-backends"
+}
+
+// A small world, so that everything meets everything.
+var (
+	worldHosts = []netip.Addr{ip("192.0.2.1"), ip("192.0.2.2")}
+	worldDsts  = append(worldHosts, ip("203.0.113.10"))
+	worldTo    = []netip.Addr{ip("198.51.100.1"), ip("198.51.100.2"), ip("192.0.2.1")}
+)
+
+func worldFlows() (flows []conntrack.Flow) {
+	for _, d := range worldDsts {
+		for port := uint16(1); port <= 4; port++ {
+			for _, to := range append(worldTo, d) {
+				for toPort := uint16(1); toPort <= 4; toPort++ {
+					flows = append(flows, udp(netip.AddrPortFrom(d, port).String(), netip.AddrPortFrom(to, toPort).String()))
+				}
+			}
+		}
+	}
+	return flows
+}
+
+func genFrontend(t *rapid.T) Frontend {
+	f := Frontend{
+		Owner: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "owner"), Proto: conntrack.UDP,
+		Kind:    rapid.SampledFrom([]Kind{Static, ClusterIP, NodePort, HostPort}).Draw(t, "kind"),
+		Usable:  rapid.IntRange(0, 1).Draw(t, "usable"),
+		Foreign: rapid.IntRange(0, 4).Draw(t, "foreign") == 0,
+	}
+	first := rapid.Uint16Range(1, 4).Draw(t, "first")
+	f.Ports = Ports{first, rapid.Uint16Range(first, 4).Draw(t, "last")}
+	if f.Kind == NodePort || rapid.Bool().Draw(t, "everywhere") {
+		f.Family = conntrack.IPv4
+	} else {
+		f.Addr = rapid.SampledFrom(worldDsts).Draw(t, "addr")
+	}
+	var bs []netip.AddrPort
+	for range rapid.IntRange(0, 3).Draw(t, "backends") {
+		bs = append(bs, netip.AddrPortFrom(rapid.SampledFrom(worldTo).Draw(t, "to"), rapid.Uint16Range(0, 4).Draw(t, "port")))
+	}
+	f.Valid = NewBackends(bs...)
+	return f
+}
+
+func genHost(t *rapid.T) (h Host) {
+	for _, a := range worldHosts {
+		switch rapid.IntRange(0, 2).Draw(t, "host") {
+		case 1:
+			h.Listed = append(h.Listed, a)
+		case 2:
+			h.Other = append(h.Other, a)
+		}
+	}
+	if rapid.IntRange(0, 3).Draw(t, "ranges") == 0 {
+		h.NodePorts = []netip.Prefix{netip.MustParsePrefix("192.0.2.2/32")}
+	}
+	return h
+}
+
+// suspects tells whether a change points at a flow.
+func (c *Change) suspects(f *conntrack.Flow) bool {
+	if slices.Contains(c.Hosts, f.Orig.Dst) {
+		return true
+	}
+	return slices.ContainsFunc(c.Suspects, func(s Suspect) bool {
+		if s.Key.Proto != f.Proto || !s.Key.Ports.Contains(f.Orig.DstPort) ||
+			!s.Key.Addr.IsUnspecified() && s.Key.Addr != f.Orig.Dst {
+			return false
+		}
+		if s.Cause != CauseBackendLost {
+			return true
+		}
+		return slices.ContainsFunc(s.Lost, func(b netip.AddrPort) bool {
+			return b.Addr() == f.Reply.Src && (b.Port() == f.Reply.SrcPort || b.Port() == 0)
+		})
+	})
+}
+
+// The table agrees with the model after every update, in whatever order updates
+// come, and a flow becomes stale only where the change said so.
+func TestAgainstModel(t *testing.T) {
+	flows := worldFlows()
+	rapid.Check(t, func(t *rapid.T) {
+		tab := NewTable(Options{Policy: DefaultPolicy})
+		m := &model{units: map[string][]Frontend{}, tombs: map[Key]Frontend{}, host: map[netip.Addr]hostAddr{}}
+		verdicts := make([]string, len(flows))
+		for i := range flows {
+			verdicts[i] = tab.Judge(&flows[i]).String()
+		}
+		for range rapid.IntRange(1, 8).Draw(t, "steps") {
+			var ch Change
+			switch step := rapid.IntRange(0, 9).Draw(t, "step"); step {
+			case 0:
+				ch = tab.SetHost(genHost(t))
+				m.host = tab.hosts // the certainty of an address has a test of its own
+			case 1:
+				var keys []Key
+				for _, tomb := range tab.Tombstones() {
+					keys = append(keys, tomb.Key)
+				}
+				if len(keys) > 0 {
+					k := rapid.SampledFrom(keys).Draw(t, "forgotten")
+					tab.Forget(k)
+					delete(m.tombs, k)
+				}
+			default:
+				unit := rapid.SampledFrom([]string{"u", "v", "w"}).Draw(t, "unit")
+				fs := rapid.SliceOfN(rapid.Custom(genFrontend), 0, 3).Draw(t, "frontends")
+				m.set(unit, slices.Clone(fs))
+				ch = tab.Set(unit, fs)
+			}
+			for i := range flows {
+				v, _ := tab.Explain(&flows[i])
+				if plain := tab.Judge(&flows[i]); plain != v {
+					t.Fatalf("%s: Judge %v, Explain %v", &flows[i], plain, v)
+				}
+				if want := m.judge(&flows[i]); v.String() != want {
+					t.Fatalf("%s: %v, want %s", &flows[i], v, want)
+				}
+				if v.Action == Delete && verdicts[i] != v.String() && verdicts[i][:6] != "delete" && !ch.suspects(&flows[i]) {
+					t.Fatalf("%s went from %s to %v unsuspected by %+v", &flows[i], verdicts[i], v, ch)
+				}
+				verdicts[i] = v.String()
+			}
+		}
+	})
+}
+
+func TestPolicy(t *testing.T) {
+	for _, tc := range []struct{ in, want, err string }{
+		{"udp=all,tcp=unreplied,sctp=unreplied", "udp=all,tcp=unreplied,sctp=unreplied", ""},
+		{"udp=off", "udp=off,tcp=unreplied,sctp=unreplied", ""},
+		{" tcp=all , sctp=off", "udp=all,tcp=all,sctp=off", ""},
+		{"", "", `"": want PROTOCOL=WHAT with protocol udp, tcp or sctp`},
+		{"icmp=all", "", `"icmp=all": want PROTOCOL=WHAT with protocol udp, tcp or sctp`},
+		{"udp", "", `"udp": want PROTOCOL=WHAT with protocol udp, tcp or sctp`},
+		{"udp=some", "", `"udp=some": want all, unreplied or off after udp=`},
+		{"udp=all,udp=off", "", `"udp=off": udp is given twice`},
+	} {
+		t.Run(tc.in, func(t *testing.T) {
+			p, err := ParsePolicy(tc.in)
+			if err != nil {
+				if err.Error() != tc.err {
+					t.Errorf("error %q, want %q", err, tc.err)
+				}
+				return
+			}
+			if tc.err != "" || p.String() != tc.want {
+				t.Errorf("%s, want %s or error %q", p, tc.want, tc.err)
+			}
+		})
+	}
+}
+
+func bigTable(services, each int) *Table {
+	tab := NewTable(Options{Policy: DefaultPolicy})
+	tab.SetHost(Host{Listed: []netip.Addr{ip("192.0.2.1")}})
+	for i := range services {
+		tab.Set(fmt.Sprint("s", i), bigService(i, each))
+	}
+	return tab
+}
+
+func bigService(i, each int) []Frontend {
+	var bs []netip.AddrPort
+	for j := range each {
+		n := i*each + j
+		bs = append(bs, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, byte(n >> 16), byte(n >> 8), byte(n)}), 53))
+	}
+	valid := NewBackends(bs...)
+	vip := netip.AddrPortFrom(netip.AddrFrom4([4]byte{172, 16 + byte(i>>16), byte(i >> 8), byte(i)}), 53)
+	np := anywhere(uint16(30000+i%2000), NodePort, valid, each)
+	return []Frontend{at(vip.String(), ClusterIP, valid, each), np}
+}
+
+func TestJudgeAllocatesNothing(t *testing.T) {
+	tab := bigTable(1000, 10)
+	tab.Set("r", []Frontend{{Owner: "w", Proto: conntrack.UDP, Family: conntrack.IPv4, Ports: Ports{50000, 50099}, Usable: 1}})
+	for _, f := range []conntrack.Flow{
+		udp("172.16.0.7:53", "10.0.0.70:53"), udp("172.16.0.7:53", "10.9.9.9:53"),
+		udp("192.0.2.1:30007", "10.9.9.9:53"), udp("192.0.2.1:50007", "10.9.9.9:53"), udp("192.0.2.77:9", "192.0.2.77:9"),
+	} {
+		if n := testing.AllocsPerRun(100, func() { tab.Judge(&f) }); n != 0 {
+			t.Errorf("%s: %v allocations", &f, n)
+		}
+	}
+}
+
+func BenchmarkJudge(b *testing.B) {
+	for _, services := range []int{10, 1000, 10_000} {
+		tab := bigTable(services, 10)
+		for name, f := range map[string]conntrack.Flow{
+			"serving":     udp("172.16.0.7:53", "10.0.0.70:53"),
+			"no-frontend": udp("203.0.113.1:53", "203.0.113.1:53"),
+			"node-port":   udp("192.0.2.1:30007", "10.9.9.9:53"),
+		} {
+			b.Run(fmt.Sprintf("%s/services=%d", name, services), func(b *testing.B) {
+				b.ReportAllocs()
+				for b.Loop() {
+					tab.Judge(&f)
+				}
+			})
+		}
+	}
+}
+
+func BenchmarkSet(b *testing.B) {
+	for _, services := range []int{1000, 10_000} {
+		tab := bigTable(services, 10)
+		b.Run(fmt.Sprintf("services=%d", services), func(b *testing.B) {
+			b.ReportAllocs()
+			for i := 0; b.Loop(); i++ {
+				tab.Set("s7", bigService(7, 9+i%2))
+			}
+		})
+	}
+}
