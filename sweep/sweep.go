@@ -1,0 +1,249 @@
+package sweep
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"slices"
+	"time"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+)
+
+// Judge tells what is to be done with a flow. frontend.Table is one. It must be
+// safe to call while the world that it knows changes.
+type Judge interface {
+	Judge(f *conntrack.Flow) frontend.Verdict
+}
+
+// pending is how many stale flows are held before they are deleted: the size of
+// conntrack's batches. It is all that a sweep remembers of the table.
+const pending = 256
+
+// walks is how often a query is walked at most while the hash table changes its
+// size under it.
+const walks = 3
+
+// Sweeper walks the table, judges, and deletes what is stale.
+type Sweeper struct {
+	Conn  *conntrack.Conn
+	Judge Judge
+	// DryRun deletes nothing.
+	DryRun bool
+	// OnFlow, if set, sees each judged flow, which is borrowed as in Conn.Dump. A
+	// walk that has to be repeated shows its flows again.
+	OnFlow func(f *conntrack.Flow, v frontend.Verdict)
+}
+
+// Report is what a sweep did. Its counts are good also where it was cut short.
+type Report struct {
+	Queries  []QueryReport
+	Returned int // flows that the kernel copied
+	Judged   int
+	// Verdicts counts the judged flows by reason, each of which belongs to one
+	// action.
+	Verdicts [frontend.Reasons]int
+	conntrack.DeleteResult
+	Malformed int // messages of the kernel that held no flow
+	Duration  time.Duration
+}
+
+// QueryReport is what one query of the plan cost and gave.
+type QueryReport struct {
+	Query
+	Returned, Wanted int
+	Walks            int // more than one where the hash table was resized
+	Duration         time.Duration
+}
+
+// Count returns how many flows were judged to an action.
+func (r *Report) Count(a frontend.Action) int {
+	n := 0
+	for reason, c := range r.Verdicts {
+		if frontend.Reason(reason).Action() == a {
+			n += c
+		}
+	}
+	return n
+}
+
+// Run carries out a plan. It stops at once when ctx ends (at the next message
+// of the kernel, see conntrack.Conn.Dump) and returns what it did until then;
+// flows already judged stale are not deleted any more. A query that fails does
+// not keep the others from being tried, except for want of permission.
+func (s *Sweeper) Run(ctx context.Context, p Plan) (Report, error) {
+	var r Report
+	start := time.Now()
+	var errs []error
+	var done []Query
+	for _, q := range p.Queries {
+		if err := s.query(ctx, done, q, &r); err != nil {
+			errs = append(errs, err)
+		} else {
+			done = append(done, q)
+		}
+		err := errors.Join(errs...)
+		if ctx.Err() != nil || errors.Is(err, conntrack.ErrNoCtnetlink) || errors.Is(err, fs.ErrPermission) {
+			break
+		}
+	}
+	r.Duration = time.Since(start)
+	return r, errors.Join(errs...)
+}
+
+// query walks until the hash table keeps its size through a walk. A flow that
+// an earlier query has returned is passed over.
+func (s *Sweeper) query(ctx context.Context, earlier []Query, q Query, r *Report) error {
+	start := time.Now()
+	qr := QueryReport{Query: q}
+	var err error
+	for qr.Walks < walks {
+		qr.Walks++
+		w := walk{Sweeper: s, earlier: earlier}
+		err = w.run(ctx, q.Filter)
+		st := s.Conn.Stats()
+		qr.Returned += st.Returned
+		qr.Wanted = st.Wanted
+		r.Malformed += st.Malformed
+		r.DeleteResult.Add(w.deleted)
+		again := errors.Is(err, conntrack.ErrResized) || errors.Is(err, conntrack.ErrInterrupted)
+		if again && qr.Walks < walks {
+			// What was deleted stays counted. The rest is judged anew.
+			w.keepDeletes()
+		}
+		r.Judged += w.judged
+		for i, n := range w.verdicts {
+			r.Verdicts[i] += n
+		}
+		if !again {
+			break
+		}
+	}
+	r.Returned += qr.Returned
+	qr.Duration = time.Since(start)
+	r.Queries = append(r.Queries, qr)
+	return err
+}
+
+// walk is one dump of one query.
+type walk struct {
+	*Sweeper
+	earlier  []Query
+	stale    []conntrack.Flow
+	judged   int
+	verdicts [frontend.Reasons]int
+	sent     [frontend.Reasons]int // verdicts of the flows in deleted
+	deleted  conntrack.DeleteResult
+}
+
+func (w *walk) run(ctx context.Context, f conntrack.Filter) error {
+	for fl, err := range w.Conn.Dump(ctx, f) {
+		if err != nil {
+			if ctx.Err() != nil {
+				return err
+			}
+			return errors.Join(err, w.flush(ctx)) // what is known to be stale still goes
+		}
+		if w.seen(fl) {
+			continue
+		}
+		v := w.Judge.Judge(fl)
+		w.judged++
+		w.verdicts[v.Reason]++
+		if w.OnFlow != nil {
+			w.OnFlow(fl, v)
+		}
+		if v.Action != frontend.Delete || w.DryRun {
+			continue
+		}
+		if w.stale == nil {
+			w.stale = make([]conntrack.Flow, 0, pending)
+		}
+		w.stale = append(w.stale, *fl)
+		if len(w.stale) == pending {
+			if err := w.flush(ctx); err != nil {
+				return err
+			}
+		}
+	}
+	return w.flush(ctx)
+}
+
+func (w *walk) seen(f *conntrack.Flow) bool {
+	for i := range w.earlier {
+		if w.earlier[i].Filter.Match(f) {
+			return true
+		}
+	}
+	return false
+}
+
+// flush deletes what has been found. Each flow is judged once more, since the
+// desired state may have moved on during the walk.
+func (w *walk) flush(ctx context.Context) error {
+	still := w.stale[:0]
+	var reasons [frontend.Reasons]int
+	for i := range w.stale {
+		v := w.Judge.Judge(&w.stale[i])
+		if v.Action == frontend.Delete {
+			still = append(still, w.stale[i])
+			reasons[v.Reason]++
+		}
+	}
+	w.stale = w.stale[:0]
+	if len(still) == 0 {
+		return nil
+	}
+	res, err := w.Conn.Delete(ctx, still...)
+	w.deleted.Add(res)
+	for i, n := range reasons {
+		w.sent[i] += n
+	}
+	return err
+}
+
+// keepDeletes takes back all counts of a walk that is to be repeated but those
+// of the flows that a repetition will not meet again.
+func (w *walk) keepDeletes() {
+	w.verdicts, w.judged = w.sent, 0
+	for _, n := range w.sent {
+		w.judged += n
+	}
+}
+
+// CleanStaleEntries deletes the stale flows of one family: the one call for a
+// service proxy that has just written its rules, as kube-proxy does at the end
+// of a sync.
+func CleanStaleEntries(ctx context.Context, conn *conntrack.Conn, family conntrack.Family,
+	table *frontend.Table,
+) (Report, error) {
+	p, err := NewPlanner(ctx, conn, table, family)
+	if err != nil {
+		return Report{}, err
+	}
+	s := Sweeper{Conn: conn, Judge: table}
+	return s.Run(ctx, p.Full())
+}
+
+// NewPlanner returns a planner that knows what the kernel honours and how large
+// its table is now.
+func NewPlanner(ctx context.Context, conn *conntrack.Conn, table *frontend.Table,
+	families ...conntrack.Family,
+) (*Planner, error) {
+	p := &Planner{Table: table, Families: families}
+	var met []conntrack.Family
+	for _, s := range table.Scopes() {
+		if p.wants(s.Family) && !slices.Contains(met, s.Family) {
+			met = append(met, s.Family)
+		}
+	}
+	var err error
+	if len(met) > 0 {
+		if p.Features, err = conn.Probe(ctx, met...); err != nil {
+			return nil, err
+		}
+	}
+	p.Flows, err = conn.Count(ctx)
+	return p, err
+}
