@@ -1,0 +1,63 @@
+package kubernetes
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+)
+
+// NodeAddresses returns the internal and external IP addresses that a Node
+// lists, in its order and without loopback: those on which a proxy serves node
+// ports. Host names and what does not parse are left out.
+func NodeAddresses(node *corev1.Node) []netip.Addr {
+	var addrs []netip.Addr
+	for _, a := range node.Status.Addresses {
+		if a.Type != corev1.NodeInternalIP && a.Type != corev1.NodeExternalIP {
+			continue
+		}
+		ip, err := parseAddr(a.Address)
+		if err == nil && !ip.IsLoopback() && !slices.Contains(addrs, ip) {
+			addrs = append(addrs, ip)
+		}
+	}
+	return addrs
+}
+
+// parseAddr reads an address as kube-proxy does (ParseIPSloppy of
+// k8s.io/utils/net): leading zeros are decimal, an IPv4-mapped IPv6 address is
+// the IPv4 address, a zone is an error. Objects from before stricter validation
+// still hold such addresses.
+func parseAddr(s string) (netip.Addr, error) {
+	if s == "" {
+		return netip.Addr{}, errors.New("is empty")
+	}
+	a, err := netip.ParseAddr(s)
+	if err != nil {
+		a, err = netip.ParseAddr(trimZeros(s))
+	}
+	if err != nil || a.Zone() != "" {
+		return netip.Addr{}, fmt.Errorf("%q is not an IP address", s)
+	}
+	return a.Unmap(), nil
+}
+
+// trimZeros takes the leading zeros from the dotted decimal part of an address.
+func trimZeros(s string) string {
+	i := strings.LastIndexByte(s, ':') + 1
+	parts := strings.Split(s[i:], ".")
+	if len(parts) != 4 {
+		return s
+	}
+	for j, p := range parts {
+		if t := strings.TrimLeft(p, "0"); t != "" {
+			parts[j] = t
+		} else if p != "" {
+			parts[j] = "0"
+		}
+	}
+	return s[:i] + strings.Join(parts, ".")
+}
