@@ -1,0 +1,228 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+)
+
+type explaining struct{ inputs }
+
+func newExplain() *cobra.Command {
+	e := &explaining{}
+	c := &cobra.Command{
+		Use:   "explain FLOW|SERVICE",
+		Short: "Tell why a flow is kept or deleted, step by step",
+		Long: `explain judges one flow and tells every step, or shows what is known of a service.
+
+FLOW is a line as conntrack -L prints it, or SRC:PORT>DST:PORT/PROTOCOL, which is
+looked up in the live table or in --flows. SERVICE is NAMESPACE/NAME, the name of
+an item of a FrontendList, or a frontend such as 203.0.113.10:53/UDP.`,
+		Example: `  flowsweep explain --state svc.yaml '192.0.2.50:40000>203.0.113.10:53/udp'
+  flowsweep explain --state svc.yaml --node n1 default/dns`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error { return e.run(cmd, strings.Join(args, " ")) },
+	}
+	e.register(c)
+	return c
+}
+
+func (e *explaining) run(cmd *cobra.Command, what string) error {
+	short, isShort, err := parseShort(what)
+	if err != nil {
+		return err
+	}
+	line := !isShort && strings.Contains(what, "src=")
+	var flow conntrack.Flow
+	if line {
+		if flow, err = conntrack.Parse(what); err != nil {
+			return usagef("%q is no flow as conntrack -L prints it: %w", what, err)
+		}
+	}
+	w, err := e.load(cmd)
+	if err != nil {
+		return err
+	}
+	out := cmd.OutOrStdout()
+	switch {
+	case line:
+		return explainFlow(out, w.table, &flow)
+	case isShort:
+		found := 0
+		err := e.search(cmd, short.filter, func(f *conntrack.Flow) error {
+			if !short.match(f) {
+				return nil
+			}
+			if found++; found > 1 {
+				fmt.Fprintln(out)
+			}
+			return explainFlow(out, w.table, f)
+		})
+		if err == nil && found == 0 {
+			err = &exitError{exitFailed, fmt.Errorf("no flow %s in %s", what, e.where())}
+		}
+		return err
+	}
+	return e.service(cmd, w, what)
+}
+
+func (e *explaining) where() string {
+	if e.flows != "" {
+		return e.flows
+	}
+	return "the conntrack table"
+}
+
+func explainFlow(out io.Writer, t *frontend.Table, f *conntrack.Flow) error {
+	v, steps := t.Explain(f)
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s\n", f)
+	for i, s := range steps {
+		fmt.Fprintf(&b, "%3d. %s\n", i+1, s)
+	}
+	fmt.Fprintf(&b, "verdict: %s", v)
+	if v.Owner != "" {
+		fmt.Fprintf(&b, " (%s)", v.Owner)
+	}
+	_, err := fmt.Fprintln(out, b.String())
+	return err
+}
+
+// shortFlow is SRC:PORT>DST:PORT/PROTOCOL.
+type shortFlow struct {
+	src, dst netip.AddrPort
+	filter   conntrack.Filter
+}
+
+func (s *shortFlow) match(f *conntrack.Flow) bool {
+	return s.filter.Match(f) && f.Orig.Src == s.src.Addr() && f.Orig.SrcPort == s.src.Port()
+}
+
+func parseShort(what string) (s shortFlow, ok bool, err error) {
+	src, rest, ok := strings.Cut(strings.ReplaceAll(what, " ", ""), ">")
+	if !ok || strings.Contains(what, "src=") {
+		return s, false, nil
+	}
+	dst, proto, _ := strings.Cut(rest, "/")
+	const want = "want SRC:PORT>DST:PORT/PROTOCOL such as 192.0.2.50:40000>203.0.113.10:53/udp"
+	if s.src, err = netip.ParseAddrPort(src); err != nil {
+		return s, true, usagef("%q: %w; %s", what, err, want)
+	}
+	if s.dst, err = netip.ParseAddrPort(dst); err != nil {
+		return s, true, usagef("%q: %w; %s", what, err, want)
+	}
+	s.filter = conntrack.Filter{
+		Family: conntrack.FamilyOf(s.dst.Addr()), OrigDst: s.dst.Addr(), OrigDstPort: s.dst.Port(),
+	}
+	switch strings.ToLower(proto) {
+	case "udp":
+		s.filter.Proto = conntrack.UDP
+	case "tcp":
+		s.filter.Proto = conntrack.TCP
+	case "sctp":
+		s.filter.Proto = conntrack.SCTP
+	default:
+		return s, true, usagef("%q: the protocol is not udp, tcp or sctp; %s", what, want)
+	}
+	return s, true, nil
+}
+
+// search calls f for the flows that satisfy a filter, of the saved table or of
+// the live one.
+func (e *explaining) search(cmd *cobra.Command, filter conntrack.Filter, f func(*conntrack.Flow) error) error {
+	if e.flows != "" {
+		_, err := e.eachLine(cmd, func(_ int, fl *conntrack.Flow) error {
+			if filter.Match(fl) {
+				return f(fl)
+			}
+			return nil
+		})
+		return err
+	}
+	conn, err := conntrack.Dial(conntrack.Config{NetNS: e.namespace()})
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	for fl, err := range conn.Dump(cmd.Context(), filter) {
+		if err != nil {
+			return err
+		}
+		if err := f(fl); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// service shows the frontends of an owner and how the flows to them are judged.
+func (e *explaining) service(cmd *cobra.Command, w *world, name string) error {
+	out := cmd.OutOrStdout()
+	frontends := w.table.FrontendsOf(name)
+	var tombs []frontend.Tombstone
+	for _, t := range w.table.Tombstones() {
+		if t.Of(name) {
+			tombs = append(tombs, t)
+		}
+	}
+	if len(frontends)+len(tombs) == 0 {
+		return &exitError{exitFailed, fmt.Errorf("%q is no service, item or frontend of the state "+
+			"(a service is named NAMESPACE/NAME; headless and ExternalName services have no frontends)", name)}
+	}
+	for i := range frontends {
+		f := &frontends[i]
+		fmt.Fprintf(out, "%s %s (%s)\n", f.Kind, f.Key(), f.Owner)
+		if f.Foreign {
+			fmt.Fprintln(out, "  served by another proxy: flows to it are ignored")
+			continue
+		}
+		fmt.Fprintf(out, "  valid backends, which keep the flows they have: %s\n", f.Valid)
+		fmt.Fprintf(out, "  usable for new flows on this node: %d\n", f.Usable)
+	}
+	for _, t := range tombs {
+		fmt.Fprintf(out, "%s %s (%s)\n  gone: flows that are still translated for it are stale\n", t.Kind, t.Key, t.Owner)
+	}
+	var verdicts [frontend.Reasons]int
+	err := e.search(cmd, conntrack.Filter{}, func(f *conntrack.Flow) error {
+		for i := range frontends {
+			if k := frontends[i].Key(); w.table.Reaches(k, f) {
+				verdicts[w.table.Judge(f).Reason]++
+				return nil
+			}
+		}
+		for _, t := range tombs {
+			if w.table.Reaches(t.Key, f) {
+				verdicts[w.table.Judge(f).Reason]++
+				return nil
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		if errors.Is(err, context.Canceled) || e.flows != "" {
+			return err
+		}
+		// What is known of the service was shown; the flows need a privilege.
+		fmt.Fprintf(out, "flows to it are not shown: %v\n", err)
+		return nil
+	}
+	var counts []string
+	for r, n := range verdicts {
+		if n > 0 {
+			counts = append(counts, fmt.Sprintf("%d %s %s", n, frontend.Reason(r).Action(), frontend.Reason(r)))
+		}
+	}
+	if counts == nil {
+		counts = []string{"none"}
+	}
+	_, err = fmt.Fprintf(out, "flows to it in %s: %s\n", e.where(), strings.Join(counts, ", "))
+	return err
+}

@@ -1,0 +1,297 @@
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/source/static"
+)
+
+// inputs are the flags that say what to judge and by what, the same for every
+// command that judges.
+type inputs struct {
+	state, before []string
+	flows         string
+	node          string
+	nodeAddress   []string
+	nodePorts     []string
+	sweep         string
+	zones         []uint
+	netns         string
+	family        string
+	strict        bool
+}
+
+func (in *inputs) register(c *cobra.Command) {
+	f := c.Flags()
+	f.StringArrayVar(&in.state, "state", nil,
+		"the desired state, YAML or JSON: Kubernetes Service, EndpointSlice, Node, Pod\nand FrontendList, mixed at will; \"-\" is standard input (repeatable)")
+	f.StringArrayVar(&in.before, "before", nil,
+		"the state known earlier: frontends that are gone since are swept (repeatable)")
+	f.StringVar(&in.flows, "flows", "",
+		"judge a saved table, as conntrack -L or /proc/net/nf_conntrack prints it,\ninstead of the live one; \"-\" is standard input")
+	f.StringVar(&in.node, "node", "", "name of the node whose point of view it is; its addresses come from the Node object")
+	f.StringArrayVar(&in.nodeAddress, "node-address", nil, "a further address of this host (repeatable)")
+	f.StringSliceVar(&in.nodePorts, "node-port-addresses", nil,
+		"CIDRs in which the proxy serves node ports, as kube-proxy's nodePortAddresses")
+	f.StringVar(&in.sweep, "sweep", frontend.DefaultPolicy.String(),
+		"what may be deleted of each protocol: all, unreplied or off")
+	f.UintSliceVar(&in.zones, "zone", []uint{0}, "conntrack zones to judge")
+	f.StringVar(&in.netns, "netns", "", "network namespace of the live table: a path, or a name under /run/netns")
+	f.StringVar(&in.family, "family", "", "ipv4 or ipv6 alone")
+	f.BoolVar(&in.strict, "strict", false, "fail, before anything is deleted, if some input cannot be read whole")
+	_ = c.RegisterFlagCompletionFunc("family", cobra.FixedCompletions([]string{"ipv4", "ipv6"}, cobra.ShellCompDirectiveNoFileComp))
+}
+
+// world is what the inputs say.
+type world struct {
+	table    *frontend.Table
+	change   frontend.Change // from --before to --state
+	families []conntrack.Family
+	problems int
+}
+
+// options reads the flags that need no file.
+func (in *inputs) options() (o frontend.Options, host frontend.Host, families []conntrack.Family, err error) {
+	if o.Policy, err = frontend.ParsePolicy(in.sweep); err != nil {
+		return o, host, nil, usagef("--sweep: %w", err)
+	}
+	for _, z := range in.zones {
+		if z > 65535 {
+			return o, host, nil, usagef("--zone: %d is not a zone (0-65535)", z)
+		}
+		o.Zones = append(o.Zones, uint16(z))
+	}
+	for _, s := range in.nodeAddress {
+		a, err := netip.ParseAddr(s)
+		if err != nil || a.Zone() != "" {
+			return o, host, nil, usagef("--node-address: %q is not an IP address", s)
+		}
+		host.Other = append(host.Other, a.Unmap())
+	}
+	for _, s := range in.nodePorts {
+		p, err := netip.ParsePrefix(s)
+		if err != nil {
+			return o, host, nil, usagef("--node-port-addresses: %q is not a CIDR such as 192.0.2.0/24", s)
+		}
+		host.NodePorts = append(host.NodePorts, p.Masked())
+	}
+	switch strings.ToLower(in.family) {
+	case "":
+	case "ipv4", "4", "inet":
+		families = []conntrack.Family{conntrack.IPv4}
+	case "ipv6", "6", "inet6":
+		families = []conntrack.Family{conntrack.IPv6}
+	default:
+		return o, host, nil, usagef("--family: %q is neither ipv4 nor ipv6", in.family)
+	}
+	return o, host, families, nil
+}
+
+// check finds what contradicts itself before any file is read.
+func (in *inputs) check() error {
+	stdin := 0
+	for _, name := range slices.Concat(in.state, in.before, []string{in.flows}) {
+		if name == "-" {
+			stdin++
+		}
+	}
+	switch {
+	case len(in.state) == 0:
+		return usagef("nothing to judge by: give the desired state with --state FILE (\"-\" for standard input)")
+	case stdin > 1:
+		return usagef("only one input can be standard input (\"-\")")
+	case in.flows != "" && in.netns != "":
+		return usagef("--flows and --netns exclude each other: a saved table is in no namespace")
+	}
+	return nil
+}
+
+// load reads the state, and reports on stderr what in it does not count.
+func (in *inputs) load(cmd *cobra.Command) (*world, error) {
+	if err := in.check(); err != nil {
+		return nil, err
+	}
+	o, host, families, err := in.options()
+	if err != nil {
+		return nil, err
+	}
+	w := &world{table: frontend.NewTable(o), families: families}
+	live := in.flows == ""
+	if live {
+		addrs, err := hostAddresses(in.namespace())
+		if err != nil {
+			return nil, err
+		}
+		host.Other = append(host.Other, addrs...)
+	}
+	now, err := in.read(cmd, in.state)
+	if err != nil {
+		return nil, err
+	}
+	w.report(cmd, now.Problems)
+	if len(in.before) > 0 {
+		before, err := in.read(cmd, in.before)
+		if err != nil {
+			return nil, err
+		}
+		w.report(cmd, before.Problems)
+		w.table.SetHost(withNode(host, in, before))
+		w.table.Replace(before.Units)
+	}
+	w.change = w.table.SetHost(withNode(host, in, now))
+	w.change.Add(w.table.Replace(now.Units))
+	if lost := unreadable(now.Problems); lost > 0 && len(in.before) > 0 {
+		// What could not be read may hold frontends that only seem to be gone.
+		for _, tomb := range w.table.Tombstones() {
+			w.table.Forget(tomb.Key)
+		}
+		fmt.Fprintf(cmd.ErrOrStderr(), "flowsweep: warning: flows of vanished frontends are left alone, "+
+			"since what could not be read may hold them\n")
+	}
+	if w.problems > 0 && in.strict {
+		return nil, &exitError{exitFailed, fmt.Errorf("--strict: %s in the state", plural(w.problems, "problem"))}
+	}
+	return w, nil
+}
+
+func unreadable(ps []static.Problem) (n int) {
+	for _, p := range ps {
+		if p.Lost {
+			n++
+		}
+	}
+	return n
+}
+
+func (w *world) report(cmd *cobra.Command, ps []static.Problem) {
+	const most = 20
+	w.problems += len(ps)
+	for i, p := range ps {
+		if i == most {
+			fmt.Fprintf(cmd.ErrOrStderr(), "flowsweep: warning: and %s more\n", plural(len(ps)-most, "problem"))
+			return
+		}
+		fmt.Fprintf(cmd.ErrOrStderr(), "flowsweep: warning: %v (skipped)\n", p)
+	}
+}
+
+func (in *inputs) read(cmd *cobra.Command, names []string) (*static.State, error) {
+	var list []static.Input
+	var files []*os.File
+	defer func() {
+		for _, f := range files {
+			_ = f.Close()
+		}
+	}()
+	for _, name := range names {
+		if name == "-" {
+			list = append(list, static.Input{Name: "standard input", R: cmd.InOrStdin()})
+			continue
+		}
+		f, err := os.Open(name)
+		if err != nil {
+			return nil, &exitError{exitFailed, err}
+		}
+		files = append(files, f)
+		list = append(list, static.Input{Name: name, R: f})
+	}
+	return static.Read(in.node, list...)
+}
+
+// withNode adds what the state says of this host. Without a Node object the
+// addresses that the user gave are those that the proxy serves node ports on.
+func withNode(h frontend.Host, in *inputs, s *static.State) frontend.Host {
+	h.Listed = slices.Clone(s.NodeAddresses)
+	if !s.NodeFound {
+		h.Listed = slices.Clone(h.Other[:len(in.nodeAddress)])
+	}
+	return h
+}
+
+// namespace returns the path of the namespace to work in, "" for the present
+// one.
+func (in *inputs) namespace() string {
+	if in.netns == "" || strings.Contains(in.netns, "/") {
+		return in.netns
+	}
+	return "/run/netns/" + in.netns
+}
+
+// interfaceAddresses returns the addresses of the calling thread's namespace.
+func interfaceAddresses() ([]netip.Addr, error) {
+	addrs, err := net.InterfaceAddrs()
+	if err != nil {
+		return nil, fmt.Errorf("reading this host's addresses: %w", err)
+	}
+	var list []netip.Addr
+	for _, a := range addrs {
+		if n, ok := a.(*net.IPNet); ok {
+			if x, ok := netip.AddrFromSlice(n.IP); ok && !x.Unmap().IsLoopback() {
+				list = append(list, x.Unmap())
+			}
+		}
+	}
+	return list, nil
+}
+
+// eachLine calls f for the flows of the saved table, in order. Lines that are
+// no flows are reported on stderr and counted.
+func (in *inputs) eachLine(cmd *cobra.Command, f func(line int, fl *conntrack.Flow) error) (bad int, err error) {
+	r, name := cmd.InOrStdin(), "standard input"
+	if in.flows != "-" {
+		file, err := os.Open(in.flows)
+		if err != nil {
+			return 0, &exitError{exitFailed, err}
+		}
+		defer file.Close()
+		r, name = file, in.flows
+	}
+	const most = 20
+	good := 0
+	for fl, err := range conntrack.ReadText(r) {
+		var le *conntrack.LineError
+		switch {
+		case errors.As(err, &le):
+			if bad++; bad <= most {
+				fmt.Fprintf(cmd.ErrOrStderr(), "flowsweep: warning: %s:%d: %v: %q (skipped)\n", name, le.Line, le.Err, le.Text)
+			}
+			continue
+		case err != nil:
+			return bad, fmt.Errorf("reading %s: %w", name, err)
+		}
+		if err := cmd.Context().Err(); err != nil {
+			return bad, err
+		}
+		good++
+		if err := f(fl.Line, &fl.Flow); err != nil {
+			return bad, err
+		}
+	}
+	if bad > most {
+		fmt.Fprintf(cmd.ErrOrStderr(), "flowsweep: warning: and %s more\n", plural(bad-most, "line"))
+	}
+	switch {
+	case bad > 0 && good == 0:
+		return bad, fmt.Errorf("%s: no line is a flow as \"conntrack -L\" or /proc/net/nf_conntrack prints it", name)
+	case bad > 0 && in.strict:
+		return bad, fmt.Errorf("--strict: %s of %s cannot be read", plural(bad, "line"), name)
+	}
+	return bad, nil
+}
+
+func plural(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}

@@ -1,0 +1,185 @@
+package cli
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/sweep"
+)
+
+// judging is what plan and sweep have in common.
+type judging struct {
+	inputs
+	output      string
+	all         bool
+	changedOnly bool
+	verbose     bool
+	dryRun      bool
+	failOnStale bool
+}
+
+func (j *judging) register(c *cobra.Command) {
+	j.inputs.register(c)
+	f := c.Flags()
+	f.StringVarP(&j.output, "output", "o", "table", "table, wide, json, jsonl or yaml")
+	f.BoolVar(&j.all, "all", false, "list every flow of the live table, not only those to delete")
+	f.BoolVar(&j.changedOnly, "changed-only", false,
+		"ask the kernel only about what differs between --before and --state")
+	f.BoolVarP(&j.verbose, "verbose", "v", false, "say on stderr what the kernel is asked, and what came of it")
+	_ = c.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(formats, cobra.ShellCompDirectiveNoFileComp))
+}
+
+func newPlan() *cobra.Command {
+	j := &judging{dryRun: true}
+	c := &cobra.Command{
+		Use:   "plan",
+		Short: "Judge every flow, delete nothing",
+		Example: `  kubectl get services,endpointslices,nodes -A -o yaml | flowsweep plan --state - --node n1
+  flowsweep plan --state svc.yaml --flows dump.txt -o json`,
+		RunE: func(cmd *cobra.Command, _ []string) error { return j.run(cmd) },
+	}
+	j.register(c)
+	c.Flags().BoolVar(&j.failOnStale, "fail-on-stale", false, "exit with 3 where something is stale")
+	return c
+}
+
+func newSweep() *cobra.Command {
+	j := &judging{}
+	c := &cobra.Command{
+		Use:   "sweep",
+		Short: "Judge every flow and delete the stale ones, once",
+		Example: `  flowsweep sweep --state frontends.yaml --dry-run
+  flowsweep sweep --before old.yaml --state new.yaml --node n1 --changed-only`,
+		RunE: func(cmd *cobra.Command, _ []string) error { return j.run(cmd) },
+	}
+	j.register(c)
+	c.Flags().BoolVar(&j.dryRun, "dry-run", false, "delete nothing")
+	return c
+}
+
+func (j *judging) run(cmd *cobra.Command) error {
+	switch {
+	case j.changedOnly && (len(j.before) == 0 || j.flows != "" || j.all):
+		return usagef("--changed-only compares --before with --state and asks the live table: " +
+			"it needs --before and excludes --flows and --all")
+	case j.flows != "" && !j.dryRun:
+		return usagef("sweep deletes from the live table; to judge a saved one use \"flowsweep plan --flows\" (or --dry-run)")
+	}
+	out, err := newWriter(j.output, cmd.OutOrStdout())
+	if err != nil {
+		return err
+	}
+	w, err := j.load(cmd)
+	if err != nil {
+		return err
+	}
+	s := summary{Problems: w.problems, DryRun: j.dryRun}
+	if j.flows != "" {
+		err = j.saved(cmd, w, out, &s)
+	} else {
+		err = j.live(cmd, w, out, &s)
+	}
+	if werr := out.end(&s); werr != nil {
+		err = errors.Join(err, werr)
+	}
+	switch {
+	case errors.Is(err, context.Canceled):
+		return &exitError{exitFailed, errors.New("interrupted; what is counted above was done")}
+	case err != nil:
+		return err
+	case s.Failed > 0:
+		return &exitError{exitFailed, fmt.Errorf("%s could not be deleted", plural(s.Failed, "flow"))}
+	case j.failOnStale && s.Delete > 0:
+		return &exitError{exitStale, nil}
+	}
+	return nil
+}
+
+// saved judges a saved table and lists each line.
+func (j *judging) saved(cmd *cobra.Command, w *world, out writer, s *summary) error {
+	start := time.Now()
+	var verdicts [frontend.Reasons]int
+	bad, err := j.eachLine(cmd, func(line int, f *conntrack.Flow) error {
+		if !wanted(w.families, f) {
+			return nil
+		}
+		v := w.table.Judge(f)
+		verdicts[v.Reason]++
+		return out.flow(line, f, v)
+	})
+	s.count(verdicts)
+	s.BadLines = bad
+	s.duration(time.Since(start))
+	return err
+}
+
+func wanted(families []conntrack.Family, f *conntrack.Flow) bool {
+	return len(families) == 0 || families[0] == f.Family
+}
+
+// live judges the kernel's table, deletes unless told not to, and lists what is
+// stale.
+func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) error {
+	ctx := cmd.Context()
+	conn, err := conntrack.Dial(conntrack.Config{NetNS: j.namespace()})
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	p, err := sweep.NewPlanner(ctx, conn, w.table, w.families...)
+	if err != nil {
+		return err
+	}
+	var plan sweep.Plan
+	switch {
+	case j.all:
+		plan = p.Everything()
+	case j.changedOnly:
+		plan = p.Narrow(w.change)
+	default:
+		plan = p.Full()
+	}
+	stderr := cmd.ErrOrStderr()
+	if j.verbose {
+		fmt.Fprintf(stderr, "kernel filters: %s\n", p.Features)
+		fmt.Fprintf(stderr, "plan: %s over %s, estimated %s\n", queries(len(plan.Queries)),
+			plural(p.Flows, "flow"), plan.Estimate.Round(10*time.Microsecond))
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var werr error
+	sw := sweep.Sweeper{Conn: conn, Judge: w.table, DryRun: j.dryRun}
+	sw.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
+		if (j.all || v.Action == frontend.Delete) && werr == nil {
+			if werr = out.flow(0, f, v); werr != nil {
+				cancel() // nobody reads any more
+			}
+		}
+	}
+	r, err := sw.Run(ctx, plan)
+	s.add(&r)
+	if j.verbose {
+		for _, q := range r.Queries {
+			fmt.Fprintf(stderr, "  %s: returned %d, wanted %d, %s\n", q.Query, q.Returned, q.Wanted,
+				q.Duration.Round(10*time.Microsecond))
+		}
+	}
+	for _, e := range r.Errs {
+		fmt.Fprintf(stderr, "flowsweep: warning: %v\n", e)
+	}
+	return cmp.Or(werr, err)
+}
+
+func queries(n int) string {
+	if n == 1 {
+		return "1 query"
+	}
+	return fmt.Sprintf("%d queries", n)
+}
