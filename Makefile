@@ -1,0 +1,70 @@
+# Every target works without root and without a network once the modules are downloaded.
+
+GO       ?= go
+BIN      := $(CURDIR)/bin
+VERSION  ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
+LDFLAGS  := -X github.com/flowsweep/flowsweep/internal/cli.version=$(VERSION)
+
+TESTFLAGS ?=
+FUZZTIME  ?= 30s
+BENCHTIME ?= 1x
+# What is not Linux/amd64 and must build: saved tables are judged anywhere, and 32 bits find what
+# 64 bits hide.
+PLATFORMS ?= darwin/arm64 windows/amd64 linux/arm64 linux/386
+
+LINT := $(BIN)/golangci-lint
+export GOLANGCI_LINT_CACHE := $(BIN)/lint-cache
+
+.PHONY: help build test race cover lint fmt fuzz bench cross clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+build: ## bin/flowsweep, static
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/flowsweep ./cmd/flowsweep
+
+test: ## every unit, property, fuzz-seed and kernel test
+	$(GO) test $(TESTFLAGS) ./...
+
+race: ## the same under the race detector
+	$(GO) test -race $(TESTFLAGS) ./...
+
+cover: ## the same with the share of statements that were run, by function in bin/cover.txt
+	@mkdir -p $(BIN)
+	$(GO) test -coverpkg=./... -coverprofile=$(BIN)/cover.out $(TESTFLAGS) ./...
+	@$(GO) tool cover -func=$(BIN)/cover.out >$(BIN)/cover.txt && tail -n 1 $(BIN)/cover.txt
+
+lint: $(LINT) ## the linters, for Linux and for macOS
+	$(LINT) config verify
+	GOOS=linux $(LINT) run ./...
+	@# What only Linux uses is no fault elsewhere.
+	GOOS=darwin GOARCH=arm64 $(LINT) run --disable unused,unparam ./...
+
+fmt: $(LINT) ## format the code as the linters want it
+	$(LINT) fmt ./...
+
+fuzz: ## each fuzz target for FUZZTIME (30s)
+	@list=$$($(GO) test -list '^Fuzz' ./...) || { echo "$$list"; exit 1; }; \
+	echo "$$list" | awk '/^Fuzz/ { f[++n] = $$1 } /^ok/ { while (n) print $$2, f[n--] }' | \
+	while read -r pkg target; do \
+		echo "$$pkg $$target"; \
+		$(GO) test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) $$pkg </dev/null || exit 1; \
+	done
+
+bench: ## each micro-benchmark once (BENCHTIME=1s to measure)
+	$(GO) test -run '^$$' -bench . -benchmem -benchtime $(BENCHTIME) ./...
+
+cross: ## build and vet for PLATFORMS
+	@for p in $(PLATFORMS); do \
+		echo "$$p"; \
+		export CGO_ENABLED=0 GOOS=$${p%/*} GOARCH=$${p#*/}; \
+		$(GO) build -o /dev/null ./cmd/flowsweep && $(GO) vet ./... || exit 1; \
+	done
+
+clean: ## remove bin/
+	rm -rf $(BIN)
+
+# Built again only when a tool's version changes.
+$(LINT): tools/go.mod tools/go.sum
+	$(GO) -C tools build -o $(LINT) github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+	@touch $(LINT)
