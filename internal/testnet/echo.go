@@ -79,7 +79,8 @@ func (s *Server) serve() error {
 // Ask sends one datagram from a namespace and returns which server answered.
 // Without an answer within the timeout the error is an os.ErrDeadlineExceeded,
 // ECONNREFUSED where ICMP told that there will be none. The zero from lets the
-// kernel choose.
+// kernel choose the port, which once in some ten thousand times is that of an
+// earlier flow; a flow that must be new takes a port of its own.
 func Ask(ns *NS, from, to netip.AddrPort, timeout time.Duration) (netip.AddrPort, error) {
 	conn, err := ns.DialUDP(from, to)
 	if err != nil {

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -49,10 +50,21 @@ func serve(t *testing.T, ns *testnet.NS, prefixes []netip.Prefix) (servers []*te
 	return servers, addrs
 }
 
+// lastPort is below the ports that the kernel chooses from, which may choose the
+// port of an earlier flow.
+var lastPort atomic.Uint32
+
+func init() { lastPort.Store(20000) }
+
 // ask is Ask in a flow of its own that must be answered.
 func ask(t *testing.T, ns *testnet.NS, to netip.AddrPort) netip.AddrPort {
 	t.Helper()
-	got, err := testnet.Ask(ns, netip.AddrPort{}, to, 5*time.Second)
+	anywhere := netip.IPv4Unspecified()
+	if to.Addr().Is6() {
+		anywhere = netip.IPv6Unspecified()
+	}
+	from := netip.AddrPortFrom(anywhere, uint16(lastPort.Add(1)))
+	got, err := testnet.Ask(ns, from, to, 5*time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}
