@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io/fs"
+	"iter"
 	"slices"
 	"time"
 
@@ -17,6 +18,15 @@ type Judge interface {
 	Judge(f *conntrack.Flow) frontend.Verdict
 }
 
+// Conn is what a sweep needs of a table; *conntrack.Conn is one.
+type Conn interface {
+	Dump(ctx context.Context, f conntrack.Filter) iter.Seq2[*conntrack.Flow, error]
+	Stats() conntrack.DumpStats
+	Delete(ctx context.Context, flows ...conntrack.Flow) (conntrack.DeleteResult, error)
+	Probe(ctx context.Context, families ...conntrack.Family) (conntrack.Features, error)
+	Count(ctx context.Context) (int, error)
+}
+
 // pending is how many stale flows are held before they are deleted: the size of
 // conntrack's batches. It is all that a sweep remembers of the table.
 const pending = 256
@@ -27,7 +37,7 @@ const walks = 3
 
 // Sweeper walks the table, judges, and deletes what is stale.
 type Sweeper struct {
-	Conn  *conntrack.Conn
+	Conn  Conn
 	Judge Judge
 	// DryRun deletes nothing.
 	DryRun bool
@@ -215,7 +225,7 @@ func (w *walk) keepDeletes() {
 // CleanStaleEntries deletes the stale flows of one family: the one call for a
 // service proxy that has just written its rules, as kube-proxy does at the end
 // of a sync.
-func CleanStaleEntries(ctx context.Context, conn *conntrack.Conn, family conntrack.Family,
+func CleanStaleEntries(ctx context.Context, conn Conn, family conntrack.Family,
 	table *frontend.Table,
 ) (Report, error) {
 	p, err := NewPlanner(ctx, conn, table, family)
@@ -228,7 +238,7 @@ func CleanStaleEntries(ctx context.Context, conn *conntrack.Conn, family conntra
 
 // NewPlanner returns a planner that knows what the kernel honours and how large
 // its table is now.
-func NewPlanner(ctx context.Context, conn *conntrack.Conn, table *frontend.Table,
+func NewPlanner(ctx context.Context, conn Conn, table *frontend.Table,
 	families ...conntrack.Family,
 ) (*Planner, error) {
 	p := &Planner{Table: table, Families: families}
