@@ -27,6 +27,12 @@ var kindNames = [...]string{"static", "cluster-ip", "external-ip", "load-balance
 // String returns the kind's word in reports.
 func (k Kind) String() string { return kindNames[k] }
 
+// ParseKind returns the kind that a word of String stands for.
+func ParseKind(word string) (Kind, bool) {
+	i := slices.Index(kindNames[:], word)
+	return Kind(max(i, 0)), i >= 0
+}
+
 // Ports is an inclusive range; First equals Last for a single port.
 type Ports struct{ First, Last uint16 }
 

@@ -412,6 +412,29 @@ func (h *Host) serves(a netip.Addr, listed bool) certainty {
 	return certain
 }
 
+// Has tells whether a frontend of ours is reached at a key.
+func (t *Table) Has(k Key) bool {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	e := t.entries[k]
+	return e != nil && ours(e.claims)
+}
+
+// Frontends returns the frontends of ours, in order, each as the tombstone that
+// it would leave.
+func (t *Table) Frontends() []Tombstone {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	var list []Tombstone
+	for k, e := range t.entries {
+		if i := slices.IndexFunc(e.claims, func(c claim) bool { return !c.Foreign }); i >= 0 {
+			list = append(list, Tombstone{k, e.claims[i].Owner, e.claims[i].Kind})
+		}
+	}
+	slices.SortFunc(list, func(a, b Tombstone) int { return compareKeys(a.Key, b.Key) })
+	return list
+}
+
 // Tombstones returns the frontends that are gone and not forgotten, in order.
 func (t *Table) Tombstones() []Tombstone {
 	t.mu.RLock()

@@ -1,0 +1,194 @@
+package agent
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+)
+
+// stateVersion is the version of the state file. Another one is ignored.
+const stateVersion = 1
+
+// stateFile is what survives a restart: which frontends were ours. Those that
+// are gone by the time that all sources are complete become tombstones, as they
+// would have without the restart.
+type stateFile struct {
+	Version    int          `json:"version"`
+	Saved      time.Time    `json:"saved"`
+	Frontends  []savedEntry `json:"frontends"`
+	Tombstones []savedEntry `json:"tombstones"`
+}
+
+type savedEntry struct {
+	Addr  netip.Addr `json:"addr"` // unspecified: every address of this host
+	Proto uint8      `json:"proto"`
+	First uint16     `json:"first"`
+	Last  uint16     `json:"last"`
+	Owner string     `json:"owner"`
+	Kind  string     `json:"kind"`
+	Gone  *time.Time `json:"gone,omitempty"`
+}
+
+func (e savedEntry) tombstone() (frontend.Tombstone, bool) {
+	kind, ok := frontend.ParseKind(e.Kind)
+	ok = ok && e.Addr.IsValid() && e.First > 0 && e.First <= e.Last && conntrack.HasPorts(e.Proto)
+	return frontend.Tombstone{
+		Key:   frontend.Key{Addr: e.Addr, Proto: e.Proto, Ports: frontend.Ports{First: e.First, Last: e.Last}},
+		Owner: e.Owner, Kind: kind,
+	}, ok
+}
+
+func saveEntry(t frontend.Tombstone) savedEntry {
+	return savedEntry{
+		Addr: t.Key.Addr, Proto: t.Key.Proto, First: t.Key.Ports.First, Last: t.Key.Ports.Last,
+		Owner: t.Owner, Kind: t.Kind.String(),
+	}
+}
+
+// saver writes the state file now and then. Fields are under Agent.mu.
+type saver struct {
+	dirty  bool
+	last   time.Time
+	err    error // of the last attempt
+	known  []savedEntry
+	graves []savedEntry
+}
+
+// savePause is the shortest time between two writes.
+const savePause = 5 * time.Second
+
+// restore reads the state file. Whatever is wrong with it is a warning: the
+// agent then knows of no frontends that went while it was away.
+func (a *Agent) restore() {
+	if a.cfg.StateFile == "" {
+		return
+	}
+	b, err := os.ReadFile(a.cfg.StateFile)
+	if errors.Is(err, fs.ErrNotExist) {
+		return
+	}
+	var s stateFile
+	if err == nil {
+		err = json.Unmarshal(b, &s)
+	}
+	if err == nil && s.Version != stateVersion {
+		err = fmt.Errorf("version %d, want %d", s.Version, stateVersion)
+	}
+	if err != nil {
+		a.log.Warn("the state file is ignored: frontends that vanished while the agent was away stay unknown",
+			"file", a.cfg.StateFile, "err", err)
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.saved.known, a.saved.graves = s.Frontends, s.Tombstones
+	a.log.Info("state file read", "file", a.cfg.StateFile, "frontends", len(s.Frontends), "tombstones", len(s.Tombstones))
+}
+
+// bury makes tombstones of the frontends known from an earlier run that are not
+// there any more. Where more than half are missing that may be a mistake, as
+// with a source that comes back short, and none is buried.
+func (a *Agent) bury() {
+	var tombs []frontend.Tombstone
+	for _, e := range a.saved.graves {
+		if t, ok := e.tombstone(); ok {
+			tombs = append(tombs, t)
+		}
+	}
+	var missing []frontend.Tombstone
+	for _, e := range a.saved.known {
+		if t, ok := e.tombstone(); ok && !a.table.Has(t.Key) {
+			missing = append(missing, t)
+		}
+	}
+	if 2*len(missing) > len(a.saved.known) && len(missing) >= a.cfg.ShrinkMinimum && a.cfg.ShrinkHold > 0 {
+		a.log.Warn("more than half of the frontends known before the restart are gone; "+
+			"what is translated for them is left alone", "known", len(a.saved.known), "missing", len(missing))
+	} else {
+		tombs = append(tombs, missing...)
+	}
+	a.saved.known, a.saved.graves = nil, nil
+	if len(tombs) > 0 {
+		ch := a.table.Bury(tombs...)
+		a.log.Info("frontends that vanished before this start are swept", "count", len(ch.Suspects))
+		a.changed(ch)
+	}
+}
+
+func (a *Agent) saveSometimes() {
+	a.mu.Lock()
+	due := a.ready && a.saved.dirty && a.now().Sub(a.saved.last) >= savePause
+	a.mu.Unlock()
+	if due {
+		a.save()
+	}
+}
+
+// save writes the state file. Until the first pass is done the old one is worth
+// more.
+func (a *Agent) save() {
+	a.mu.Lock()
+	file := a.cfg.StateFile
+	if file == "" || !a.ready || !a.saved.dirty {
+		a.mu.Unlock()
+		return
+	}
+	a.saved.dirty, a.saved.last = false, a.now()
+	s := stateFile{Version: stateVersion, Saved: a.now(), Frontends: []savedEntry{}, Tombstones: []savedEntry{}}
+	for _, t := range a.table.Frontends() {
+		s.Frontends = append(s.Frontends, saveEntry(t))
+	}
+	for _, t := range a.table.Tombstones() {
+		e := saveEntry(t)
+		if gone, ok := a.graves[t.Key]; ok {
+			e.Gone = &gone
+		}
+		s.Tombstones = append(s.Tombstones, e)
+	}
+	a.mu.Unlock()
+	err := writeState(file, &s)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	switch {
+	case err != nil:
+		if a.saved.err == nil {
+			a.log.Error("the state file cannot be written: after a restart, frontends that vanished are not known",
+				"file", file, "err", err)
+		}
+		a.saved.dirty = true // again after a pause
+	case a.saved.err != nil:
+		a.log.Info("the state file is written again", "file", file)
+	}
+	a.saved.err = err
+}
+
+// writeState replaces the file at once, so that a crash leaves the old one or
+// the new one.
+func writeState(file string, s *stateFile) (err error) {
+	b, err := json.Marshal(s)
+	if err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(filepath.Dir(file), filepath.Base(file)+".*")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			_ = os.Remove(f.Name())
+		}
+	}()
+	_, werr := f.Write(b)
+	if err := errors.Join(werr, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	return os.Rename(f.Name(), file)
+}

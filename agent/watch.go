@@ -1,0 +1,324 @@
+package agent
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+)
+
+// Settling. A sweep before the service proxy has written its rules is undone by
+// the next packet, and nothing tells when the proxy is done. So a frontend that
+// changed is watched: a pass at once, one after each commit to the ruleset (or,
+// where commits cannot be seen, at growing intervals), and a last one at the
+// window's end, as proof. A stale flow found starts the window over. The start
+// of the agent counts as a change of everything.
+//
+// A narrow pass looks for what the change made stale: flows to the backends that
+// left, say. That is fast, and all there is to find if the proxy writes what it
+// should. A proxy that first writes something else makes flows that no change
+// tells of, so that a wide pass, over all flows to the frontend, follows each
+// commit at a distance, and is the proof at the end.
+//
+//	changed ──▶ watched ──(a window without stale flows)──▶ settled
+//	              │ ▲
+//	              └─┘ stale flows found: the window starts over; when the same
+//	                  wrong translation comes back for a whole window, the rules
+//	                  make it: disagrees, once a minute from then on
+const (
+	// timedFirst and timedMost bound the interval between passes where no
+	// ruleset generation can be trusted: 1, 2, 4, ... 32 s.
+	timedFirst = time.Second
+	timedMost  = 32 * time.Second
+
+	// wideAfter is the distance of the wide pass that follows a commit.
+	wideAfter = 2 * time.Second
+
+	// disagreePause is the interval between passes for a frontend whose rules
+	// make what is wrong.
+	disagreePause = time.Minute
+	// disagreePasses is how many passes must find the same wrong translation.
+	disagreePasses = 3
+)
+
+// everything is the watch that the agent begins with.
+var everything = frontend.Key{}
+
+// watch is one frontend, or one address of this host, that is not settled.
+type watch struct {
+	change  frontend.Change // what of it is suspect
+	changed time.Time       // the first change that is not settled
+	opened  time.Time       // start of the window
+
+	fresh     bool // changed since the last pass began
+	lastPass  time.Time
+	lastGen   uint32
+	wideAt    time.Time     // when the wide pass after a commit is due; zero: none
+	timed     time.Duration // interval to the next pass by time
+	returning map[netip.AddrPort]*returning
+	disagrees *Disagreement
+}
+
+// returning is a wrong translation that was deleted and came back.
+type returning struct {
+	since  time.Time
+	passes int
+	seen   time.Time
+}
+
+// Disagreement is a wrong translation that the rules make again and again.
+type Disagreement struct {
+	Frontend string         `json:"frontend"`
+	Owner    string         `json:"owner"`
+	Backend  netip.AddrPort `json:"backend"` // where flows are sent wrongly; the frontend itself where untranslated
+	Since    time.Time      `json:"since"`
+	Passes   int            `json:"passes"`   // that found it
+	Evidence string         `json:"evidence"` // one such flow
+}
+
+// watches is the set of what is not settled.
+type watches struct {
+	window time.Duration
+	keys   map[frontend.Key]*watch
+	// ranges are the keys of more than one port, which a flow cannot look up.
+	ranges map[frontend.Key]*watch
+}
+
+func newWatches(window time.Duration) *watches {
+	return &watches{window: window, keys: map[frontend.Key]*watch{}, ranges: map[frontend.Key]*watch{}}
+}
+
+// hostKey stands for everything at one address of this host.
+func hostKey(a netip.Addr) frontend.Key { return frontend.Key{Addr: a} }
+
+// note opens or renews the watch of all that a change makes suspect.
+func (w *watches) note(ch frontend.Change, now time.Time) {
+	for _, s := range ch.Suspects {
+		x := w.open(s.Key, now)
+		x.change.Suspects = mergeSuspect(x.change.Suspects, s)
+	}
+	for _, a := range ch.Hosts {
+		w.open(hostKey(a), now).change.Hosts = []netip.Addr{a}
+	}
+}
+
+// mergeSuspect keeps one suspect for each cause, so that a frontend that changes
+// again and again takes no more memory than what it lost.
+func mergeSuspect(list []frontend.Suspect, s frontend.Suspect) []frontend.Suspect {
+	for i := range list {
+		if list[i].Cause != s.Cause {
+			continue
+		}
+		for _, b := range s.Lost {
+			known := false
+			for _, k := range list[i].Lost {
+				known = known || k == b
+			}
+			if !known {
+				list[i].Lost = append(list[i].Lost, b)
+			}
+		}
+		list[i].Owner, list[i].Kind = s.Owner, s.Kind
+		return list
+	}
+	return append(list, s)
+}
+
+func (w *watches) open(k frontend.Key, now time.Time) *watch {
+	x := w.keys[k]
+	if x == nil {
+		x = &watch{changed: now}
+		w.keys[k] = x
+		if !k.Ports.Single() {
+			w.ranges[k] = x
+		}
+	}
+	x.opened, x.fresh, x.timed = now, true, timedFirst
+	return x
+}
+
+func (w *watches) drop(k frontend.Key) {
+	delete(w.keys, k)
+	delete(w.ranges, k)
+}
+
+// due tells when the next pass for a watch is to begin, now or at a time to
+// come, and whether it is a wide one. gen is the ruleset's generation, trusted
+// whether it moves with every commit.
+func (x *watch) due(now time.Time, window time.Duration, gen uint32, trusted bool) (at time.Time, wide bool) {
+	end := x.opened.Add(window)
+	switch {
+	case x.fresh:
+		return now, false
+	case x.disagrees != nil:
+		return x.lastPass.Add(disagreePause), true
+	case !trusted:
+		if at := x.lastPass.Add(x.timed); at.Before(end) {
+			return at, true
+		}
+		return end, true
+	case gen != x.lastGen:
+		return now, false
+	case !x.wideAt.IsZero() && x.wideAt.Before(end):
+		return x.wideAt, true
+	}
+	return end, true
+}
+
+// look is what a pass is to look at.
+type look struct {
+	change frontend.Change
+	keys   map[frontend.Key]bool // the watches that it serves, and whether it is wide for them
+	fresh  bool                  // something has changed that no pass has looked at
+	full   bool                  // at everything
+}
+
+// next returns what to look at now, and when to ask again, commits aside.
+func (w *watches) next(now time.Time, gen uint32, trusted bool) (l look, at time.Time) {
+	l.keys = map[frontend.Key]bool{}
+	for k, x := range w.keys {
+		due, wide := x.due(now, w.window, gen, trusted)
+		if due.After(now) {
+			if at.IsZero() || due.Before(at) {
+				at = due
+			}
+			continue
+		}
+		l.keys[k] = wide
+		l.fresh = l.fresh || x.fresh
+		switch {
+		case k == everything:
+			l.full = true
+		case wide && k.Proto != 0:
+			s := x.change.Suspects[0]
+			l.change.Suspects = append(l.change.Suspects,
+				frontend.Suspect{Key: k, Cause: frontend.CauseNew, Owner: s.Owner, Kind: s.Kind})
+		default:
+			l.change.Add(x.change)
+		}
+	}
+	if l.full {
+		l.keys = w.all()
+	}
+	return l, at
+}
+
+// all returns every watch, as a full pass serves it.
+func (w *watches) all() map[frontend.Key]bool {
+	keys := make(map[frontend.Key]bool, len(w.keys))
+	for k := range w.keys {
+		keys[k] = true
+	}
+	return keys
+}
+
+// begin marks the start of a pass. Whatever changes from here on needs another
+// one.
+func (w *watches) begin(keys map[frontend.Key]bool, now time.Time, gen uint32) {
+	for k, wide := range keys {
+		x := w.keys[k]
+		if x.lastPass.After(x.opened) {
+			x.timed = min(2*x.timed, timedMost)
+		}
+		switch {
+		case wide:
+			x.wideAt = time.Time{}
+		case gen != x.lastGen && !x.lastPass.IsZero() && x.wideAt.IsZero():
+			x.wideAt = now.Add(wideAfter)
+		}
+		x.fresh, x.lastPass, x.lastGen = false, now, gen
+	}
+}
+
+// find returns the watches that a stale flow belongs to.
+func (w *watches) find(f *conntrack.Flow, reaches func(frontend.Key, *conntrack.Flow) bool) (keys []frontend.Key) {
+	port := frontend.Port(f.Orig.DstPort)
+	everywhere := netip.IPv4Unspecified()
+	if f.Family == conntrack.IPv6 {
+		everywhere = netip.IPv6Unspecified()
+	}
+	for _, k := range []frontend.Key{
+		{Addr: f.Orig.Dst, Proto: f.Proto, Ports: port}, {Addr: everywhere, Proto: f.Proto, Ports: port}, hostKey(f.Orig.Dst),
+	} {
+		if w.keys[k] != nil {
+			keys = append(keys, k)
+		}
+	}
+	for k := range w.ranges {
+		if reaches(k, f) {
+			keys = append(keys, k)
+		}
+	}
+	return keys
+}
+
+// found notes a stale flow that a pass, begun at the time given, has found for a
+// watch, and returns a disagreement that this makes known.
+func (w *watches) found(k frontend.Key, f *conntrack.Flow, v frontend.Verdict, pass time.Time) *Disagreement {
+	x := w.keys[k]
+	if x == nil {
+		return nil
+	}
+	x.opened = pass
+	to := netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort)
+	if x.returning == nil {
+		x.returning = map[netip.AddrPort]*returning{}
+	}
+	r := x.returning[to]
+	if r == nil {
+		if len(x.returning) >= 64 { // enough evidence for any report
+			return nil
+		}
+		r = &returning{since: pass}
+		x.returning[to] = r
+	}
+	if r.seen != pass {
+		r.seen = pass
+		r.passes++
+	}
+	if x.disagrees != nil {
+		if x.disagrees.Backend == to {
+			x.disagrees.Passes, x.disagrees.Evidence = r.passes, f.String()
+		}
+		return nil
+	}
+	if r.passes >= disagreePasses && pass.Sub(r.since) >= w.window {
+		x.disagrees = &Disagreement{
+			Frontend: frontend.Key{Addr: f.Orig.Dst, Proto: f.Proto, Ports: frontend.Port(f.Orig.DstPort)}.String(),
+			Owner:    v.Owner, Backend: to, Since: r.since, Passes: r.passes, Evidence: f.String(),
+		}
+		return x.disagrees
+	}
+	return nil
+}
+
+// end closes a pass that was carried out whole: what did not come back is
+// forgotten, and what was quiet for its whole window is settled.
+func (w *watches) end(keys map[frontend.Key]bool, pass time.Time) (settled []settledWatch, cleared []*Disagreement) {
+	for k, wide := range keys {
+		x := w.keys[k]
+		if x == nil || !wide {
+			continue
+		}
+		for to, r := range x.returning {
+			if r.seen != pass {
+				delete(x.returning, to)
+				if x.disagrees != nil && x.disagrees.Backend == to {
+					cleared = append(cleared, x.disagrees)
+					x.disagrees = nil
+				}
+			}
+		}
+		if !x.fresh && !pass.Before(x.opened.Add(w.window)) {
+			settled = append(settled, settledWatch{k, pass.Sub(x.changed)})
+			w.drop(k)
+		}
+	}
+	return settled, cleared
+}
+
+type settledWatch struct {
+	key   frontend.Key
+	after time.Duration // since the change
+}
