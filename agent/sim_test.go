@@ -8,13 +8,13 @@ import (
 	"maps"
 	"net/netip"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
@@ -22,8 +22,6 @@ import (
 	"github.com/flowsweep/flowsweep/frontend"
 	"github.com/flowsweep/flowsweep/source"
 )
-
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // The simulation: a model of the kernel's table and NAT, in which a flow's
 // translation is decided once, by the rules of that moment; a proxy that writes
@@ -527,4 +525,59 @@ func TestRulesetDisagrees(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A day of changes every minute leaves nothing behind: no goroutine, and a heap
+// that does not grow.
+func TestDay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(true)
+		r := &simRun{w: w, truth: map[int][]byte{}, state: filepath.Join(t.TempDir(), "state.json")}
+		for s := range simServices {
+			r.truth[s] = []byte{1}
+			w.commit(s, []byte{1})
+		}
+		r.start()
+		heap := func() (n uint64, goroutines int) {
+			runtime.GC()
+			var m runtime.MemStats
+			runtime.ReadMemStats(&m)
+			return m.HeapAlloc, runtime.NumGoroutine()
+		}
+		var first uint64
+		var goroutines int
+		for minute := range 24 * 60 {
+			s := minute % simServices
+			switch {
+			case minute%7 == 0:
+				r.truth[s] = nil
+			default:
+				r.truth[s] = []byte{byte(minute%4 + 1), byte(minute/4%4 + 1)}
+			}
+			r.tell(s)
+			time.Sleep(time.Second)
+			w.commit(s, r.truth[s])
+			for range 10 {
+				for s := range simServices {
+					w.send(s, minute%50)
+				}
+				time.Sleep(59 * time.Second / 10)
+			}
+			w.mu.Lock()
+			clear(w.deletes)
+			w.mu.Unlock()
+			if minute == 120 {
+				first, goroutines = heap()
+			}
+		}
+		last, now := heap()
+		t.Logf("heap after two hours %d KiB, after a day %d KiB", first>>10, last>>10)
+		if last > first+first/2+256<<10 || now != goroutines {
+			t.Errorf("heap %d KiB became %d KiB; goroutines %d became %d", first>>10, last>>10, goroutines, now)
+		}
+		r.stop()
+		if w.wrong != nil {
+			t.Error(w.wrong)
+		}
+	})
 }

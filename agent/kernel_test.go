@@ -1,0 +1,218 @@
+//go:build linux
+
+package agent_test
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/flowsweep/flowsweep/agent"
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/internal/nft"
+	"github.com/flowsweep/flowsweep/internal/testnet"
+	"github.com/flowsweep/flowsweep/internal/testnet/nstest"
+	"github.com/flowsweep/flowsweep/source"
+)
+
+// The tests of this package that need no kernel run in the same process, so that
+// both kinds share this TestMain.
+func TestMain(m *testing.M) { nstest.Main(m) }
+
+var (
+	vip = netip.MustParseAddrPort("203.0.113.10:53")
+	b1  = netip.MustParseAddrPort("198.51.100.11:53")
+	b2  = netip.MustParseAddrPort("198.51.100.12:53")
+	b3  = netip.MustParseAddrPort("198.51.100.13:53")
+)
+
+// told is a source that says what the test says.
+type told struct{ sinks chan source.Sink }
+
+func (told) Name() string { return "test" }
+
+func (s told) Run(ctx context.Context, sink source.Sink) error {
+	s.sinks <- sink
+	<-ctx.Done()
+	return nil
+}
+
+// bed is a node with an agent beside a proxy, a client and three backends.
+type bed struct {
+	t     *testing.T
+	net   *testnet.Star
+	agent *agent.Agent
+	sink  source.Sink
+}
+
+func newBed(t *testing.T, window time.Duration) *bed {
+	t.Helper()
+	b := &bed{t: t}
+	b.net = nstest.Star(t,
+		testnet.Leaf{Name: "client", Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}},
+		testnet.Leaf{Name: "backends", Prefixes: []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24")}})
+	for _, a := range []netip.AddrPort{b1, b2, b3} {
+		if err := b.net.Leaf("backends").AddAddr("eth0", netip.PrefixFrom(a.Addr(), 24)); err != nil {
+			t.Fatal(err)
+		}
+		nstest.Echo(t, b.net.Leaf("backends"), a)
+	}
+	b.commit(b1)
+	conn, err := conntrack.Dial(conntrack.Config{NetNS: b.net.Router.Path()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	gens, err := nft.Open(b.net.Router.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	src := told{make(chan source.Sink, 1)}
+	b.agent = agent.New(agent.Options{
+		Conn: conn, Ruleset: agent.NewRuleset(gens, b.net.Router.Path()), Sources: []source.Source{src},
+		Config: agent.Config{Policy: frontend.DefaultPolicy, Window: window, FullPass: time.Hour, WalkBudget: 0.5},
+	})
+	ctx, cancel := context.WithCancel(context.Background())
+	var work sync.WaitGroup
+	work.Go(func() {
+		if err := b.agent.Run(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(func() {
+		cancel()
+		work.Wait()
+		_ = conn.Close()
+		_ = gens.Close()
+	})
+	b.sink = <-src.sinks
+	b.sink.Replace(map[string][]frontend.Frontend{"dns": dns(b1)})
+	b.await(func(s agent.Status) bool { return s.Ready })
+	return b
+}
+
+func dns(backends ...netip.AddrPort) []frontend.Frontend {
+	return []frontend.Frontend{{
+		Owner: "dns", Kind: frontend.ClusterIP, Proto: conntrack.UDP, Addr: vip.Addr(), Ports: frontend.Port(vip.Port()),
+		Valid: frontend.NewBackends(backends...), Usable: len(backends),
+	}}
+}
+
+// commit is the proxy: it writes rules.
+func (b *bed) commit(backends ...netip.AddrPort) {
+	b.t.Helper()
+	if err := b.net.Router.SetNAT(testnet.Forward{Proto: conntrack.UDP, Dst: vip, Backends: backends}); err != nil {
+		b.t.Fatal(err)
+	}
+}
+
+func (b *bed) await(cond func(agent.Status) bool) {
+	b.t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); !cond(b.agent.Status()); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			b.t.Fatalf("not in time: %+v", b.agent.Status())
+		}
+	}
+}
+
+func (b *bed) sender() *testnet.Sender {
+	b.t.Helper()
+	s := nstest.Send(b.t, b.net.Leaf("client"), netip.AddrPort{}, vip, 20*time.Millisecond)
+	b.answered(s, b1)
+	return s
+}
+
+// answered waits until a server answers, and returns when that datagram was
+// sent.
+func (b *bed) answered(s *testnet.Sender, by netip.AddrPort) time.Time {
+	b.t.Helper()
+	ctx, cancel := context.WithTimeout(b.t.Context(), 30*time.Second)
+	defer cancel()
+	r, err := s.Await(ctx, by)
+	if err != nil {
+		b.t.Fatalf("no answer from %s: %v; %+v", by, err, b.agent.Status())
+	}
+	return r.Sent
+}
+
+// What the sender received is the judge: it is answered by the new backend once
+// the rules say so, however late that is.
+func TestProxyCommits(t *testing.T) {
+	for _, tc := range []struct {
+		name  string
+		proxy func(b *bed)
+	}{
+		{"before the source tells", func(b *bed) {
+			b.commit(b2)
+			time.Sleep(200 * time.Millisecond)
+			b.sink.Set("dns", dns(b2))
+		}},
+		{"3 s late", func(b *bed) {
+			b.sink.Set("dns", dns(b2))
+			time.Sleep(3 * time.Second)
+			b.commit(b2)
+		}},
+		{"wrongly, and rightly 5 s later", func(b *bed) {
+			b.sink.Set("dns", dns(b2))
+			b.commit(b3)
+			time.Sleep(5 * time.Second)
+			b.commit(b2)
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			b := newBed(t, 20*time.Second)
+			s := b.sender()
+			tc.proxy(b)
+			committed := time.Now()
+			repaired := b.answered(s, b2)
+			t.Logf("repaired %s after the rules were right", repaired.Sub(committed))
+			if tally, err := s.Sample(t.Context(), 20); err != nil || tally.From[b2] != tally.Sent {
+				t.Errorf("afterwards %s, %v", tally, err)
+			}
+		})
+	}
+}
+
+// A proxy that never commits: the flow is swept now and then, not without end,
+// and that is reported.
+func TestProxyNeverCommits(t *testing.T) {
+	b := newBed(t, 5*time.Second)
+	s := b.sender()
+	b.sink.Set("dns", dns(b2))
+	b.await(func(st agent.Status) bool { return len(st.Disagrees) == 1 })
+	d := b.agent.Status().Disagrees[0]
+	if d.Frontend != vip.String()+"/UDP" || d.Backend != b1 || d.Owner != "dns" {
+		t.Errorf("%+v", d)
+	}
+	if tally, err := s.Sample(t.Context(), 20); err != nil || tally.From[b1] != tally.Sent {
+		t.Errorf("the rules still say %s: %s, %v", b1, tally, err)
+	}
+}
+
+// Not a test of time, but its measurement: FLOWSWEEP_MEASURE=100 prints how long
+// after the rules' commit a stale flow is gone, by so many rounds.
+func TestMeasureRepair(t *testing.T) {
+	rounds := 5
+	if n, err := fmt.Sscan(os.Getenv("FLOWSWEEP_MEASURE"), &rounds); n != 1 && os.Getenv("FLOWSWEEP_MEASURE") != "" {
+		t.Fatal(err)
+	}
+	b := newBed(t, 20*time.Second)
+	s := b.sender()
+	var took []time.Duration
+	from, to := b1, b2
+	for range rounds {
+		b.sink.Set("dns", dns(to))
+		time.Sleep(300 * time.Millisecond) // the proxy is late
+		b.commit(to)
+		committed := time.Now()
+		took = append(took, b.answered(s, to).Sub(committed))
+		from, to = to, from
+	}
+	slices.Sort(took)
+	t.Logf("repair after the commit, %d rounds, a datagram every 20 ms: median %s, worst %s", rounds, took[rounds/2], took[rounds-1])
+}

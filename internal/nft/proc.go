@@ -1,0 +1,101 @@
+package nft
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// legacyTables are what x_tables shows of a family, and the module that its nat
+// table is in.
+var legacyTables = []struct{ names, base, nat string }{
+	{"ip_tables_names", "ip_tables", "iptable_nat"},
+	{"ip6_tables_names", "ip6_tables", "ip6table_nat"},
+}
+
+// LegacyNATAt is [LegacyNAT] for the calling thread's namespace, by the proc
+// file system mounted at proc.
+func LegacyNATAt(proc string) (bool, error) {
+	var errs []error
+	for _, t := range legacyTables {
+		names, err := os.ReadFile(filepath.Join(proc, "thread-self/net", t.names))
+		switch {
+		case errors.Is(err, fs.ErrNotExist): // ip_tables is not loaded
+			continue
+		case errors.Is(err, fs.ErrPermission): // 0440: only root's group may read it
+			maybe, merr := natModule(proc, t.base, t.nat)
+			if merr != nil {
+				errs = append(errs, err, merr)
+			} else if maybe {
+				return true, nil
+			}
+			continue
+		case err != nil:
+			errs = append(errs, err)
+			continue
+		}
+		for name := range strings.Lines(string(names)) {
+			if strings.TrimSpace(name) == "nat" {
+				return true, nil
+			}
+		}
+	}
+	if len(errs) > 0 {
+		return false, fmt.Errorf("looking for tables of iptables-legacy: %w", errors.Join(errs...))
+	}
+	return false, nil
+}
+
+// natModule tells whether the nat table's module is loaded, in which case some
+// namespace has the table. Only if base is a module can nat be none that is
+// built in, since Kconfig limits a symbol to what it depends on.
+func natModule(proc, base, nat string) (bool, error) {
+	f, err := os.Open(filepath.Join(proc, "modules"))
+	if err != nil {
+		return false, err
+	}
+	defer f.Close()
+	modular := false
+	lines := bufio.NewScanner(f)
+	for lines.Scan() {
+		switch name, _, _ := strings.Cut(lines.Text(), " "); name {
+		case nat:
+			return true, nil
+		case base:
+			modular = true
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return false, err
+	}
+	if !modular {
+		return false, fmt.Errorf("%s is built into the kernel, and %s may be", base, nat)
+	}
+	return false, nil
+}
+
+// IPVSAt is [IPVS] for the calling thread's namespace, by the proc file system
+// mounted at proc.
+func IPVSAt(proc string) (bool, error) {
+	f, err := os.Open(filepath.Join(proc, "thread-self/net/ip_vs"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("looking for IPVS: %w", err)
+	}
+	defer f.Close()
+	// Three lines of heading, then a line for each service, with lines for its
+	// destinations that begin with "->" (ip_vs_info_seq_show).
+	for lines := bufio.NewScanner(f); lines.Scan(); {
+		switch kind, _, _ := strings.Cut(lines.Text(), " "); kind {
+		case "TCP", "UDP", "SCTP", "FWM":
+			return true, nil
+		}
+	}
+	return false, nil
+}
