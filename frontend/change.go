@@ -65,13 +65,9 @@ func ours(claims []claim) bool {
 	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign })
 }
 
-// usable tells whether a claim has a backend for new flows. Node ports and the
-// others count apart, since what is untranslated at a node port may be left for
-// the uncertainty of its address.
-func usable(claims []claim, nodePort bool) bool {
-	return slices.ContainsFunc(claims, func(c claim) bool {
-		return !c.Foreign && c.Usable > 0 && (c.Kind == NodePort) == nodePort
-	})
+// usable tells whether a claim has a backend for new flows.
+func usable(claims []claim) bool {
+	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign && c.Usable > 0 })
 }
 
 // compare adds what the step from one set of claims to the other makes suspect
@@ -79,7 +75,30 @@ func usable(claims []claim, nodePort bool) bool {
 // match one flow: a flow is kept by the union of what they say, so that it can
 // only become stale where one of them takes something back or begins to ask for
 // something.
+//
+// For the same reason node ports, host ports and the others count apart: at one
+// address a node port may be served where a host port is not, so that the claim
+// of one kind is no substitute for that of another.
 func (c *Change) compare(k Key, before, after []claim) {
+	for _, class := range []func(claim) bool{
+		func(x claim) bool { return x.Kind == NodePort },
+		func(x claim) bool { return x.Kind == HostPort },
+		func(x claim) bool { return x.Kind != NodePort && x.Kind != HostPort },
+	} {
+		c.compareClass(k, only(before, class), only(after, class))
+	}
+}
+
+func only(claims []claim, class func(claim) bool) (list []claim) {
+	for _, x := range claims {
+		if class(x) {
+			list = append(list, x)
+		}
+	}
+	return list
+}
+
+func (c *Change) compareClass(k Key, before, after []claim) {
 	was, is := ours(before), ours(after)
 	s := Suspect{Key: k}
 	if is {
@@ -106,12 +125,9 @@ func (c *Change) compare(k Key, before, after []claim) {
 		s.Cause = CauseBackendLost
 		c.Suspects = append(c.Suspects, s)
 	}
-	for _, nodePort := range []bool{false, true} {
-		if !usable(before, nodePort) && usable(after, nodePort) {
-			s.Cause, s.Lost = CauseFirstBackend, nil
-			c.Suspects = append(c.Suspects, s)
-			return
-		}
+	if !usable(before) && usable(after) {
+		s.Cause, s.Lost = CauseFirstBackend, nil
+		c.Suspects = append(c.Suspects, s)
 	}
 }
 

@@ -78,7 +78,7 @@ func (h hostAddr) String() string {
 	case h.ports == certain:
 		return "of this host"
 	case h.ports == uncertain:
-		return "of this host that its Node object does not list"
+		return "of this host on which the proxy may or may not serve node ports"
 	}
 	return "of this host outside the node-port address ranges"
 }

@@ -82,9 +82,7 @@ func (t *Table) surveyAt(s *scene, addr netip.Addr, f *conntrack.Flow) {
 		return
 	}
 	if r := t.ranges[addrProto{addr, f.Proto}]; r != nil {
-		for _, e := range r.find(f.Orig.DstPort) {
-			s.add(e)
-		}
+		r.find(f.Orig.DstPort, s.add)
 	}
 }
 

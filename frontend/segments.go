@@ -6,15 +6,13 @@ import (
 	"sort"
 )
 
-// segments finds the entries whose port range holds a port. From one border to
-// the next the set is the same, so that a look-up is one binary search, however
-// the ranges overlap.
+// segments finds the entries whose port range holds a port: a binary search,
+// and a look at the ranges that begin below, back to where none of them reaches
+// the port any more. Memory is that of the ranges, however they overlap.
 type segments struct {
-	all   []portsEntry
-	stale bool // all has changed since build
-
-	borders []int      // first port of each segment, ascending
-	sets    [][]*entry // parallel to borders
+	all   []portsEntry // by first port once built
+	last  []uint16     // the highest last port of all up to the same index
+	stale bool         // all has changed since build
 }
 
 type portsEntry struct {
@@ -38,31 +36,20 @@ func (s *segments) build() {
 	}
 	s.stale = false
 	slices.SortFunc(s.all, func(a, b portsEntry) int { return cmp.Compare(a.ports.First, b.ports.First) })
-	s.borders, s.sets = nil, nil
+	s.last = s.last[:0]
+	var most uint16
 	for _, x := range s.all {
-		s.borders = append(s.borders, int(x.ports.First), int(x.ports.Last)+1)
-	}
-	slices.Sort(s.borders)
-	s.borders = slices.Compact(s.borders)
-	var open []portsEntry
-	next := 0
-	for _, port := range s.borders {
-		open = slices.DeleteFunc(open, func(x portsEntry) bool { return int(x.ports.Last) < port })
-		for ; next < len(s.all) && int(s.all[next].ports.First) == port; next++ {
-			open = append(open, s.all[next])
-		}
-		set := make([]*entry, len(open))
-		for i, x := range open {
-			set[i] = x.entry
-		}
-		s.sets = append(s.sets, set)
+		most = max(most, x.ports.Last)
+		s.last = append(s.last, most)
 	}
 }
 
-func (s *segments) find(port uint16) []*entry {
-	i := sort.Search(len(s.borders), func(i int) bool { return s.borders[i] > int(port) })
-	if i == 0 {
-		return nil
+// find calls f for each entry whose range holds the port.
+func (s *segments) find(port uint16, f func(*entry)) {
+	i := sort.Search(len(s.all), func(i int) bool { return s.all[i].ports.First > port })
+	for i--; i >= 0 && s.last[i] >= port; i-- {
+		if s.all[i].ports.Contains(port) {
+			f(s.all[i].entry)
+		}
 	}
-	return s.sets[i-1]
 }

@@ -19,13 +19,14 @@ type Key struct {
 }
 
 // String returns "203.0.113.10:53/UDP", "[2001:db8::1]:53/UDP",
-// "192.0.2.1:50000-50099/UDP" or "*:30053/UDP".
+// "192.0.2.1:50000-50099/UDP", or for every address of this host "*:30053/UDP"
+// (IPv4) and "[*]:30053/UDP" (IPv6).
 func (k Key) String() string {
 	host := k.Addr.String()
-	switch {
-	case k.Addr.IsUnspecified():
+	if k.Addr.IsUnspecified() {
 		host = "*"
-	case k.Addr.Is6():
+	}
+	if k.Addr.Is6() {
 		host = "[" + host + "]"
 	}
 	ports := strconv.Itoa(int(k.Ports.First))
