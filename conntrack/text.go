@@ -513,6 +513,10 @@ type TextFlow struct {
 // conntrack's own are below 4 KiB.
 const maxLine = 64 << 10
 
+// maxSkip is how much without a line end is skipped as one bad line. More is no
+// text (a device, an image).
+const maxSkip = 64 << 20
+
 // ReadText reads a saved table, one flow a line in the forms that Parse knows.
 // Blank lines, a byte order mark and the tool's closing line ("3 flow entries
 // have been shown.") are skipped.
@@ -598,7 +602,10 @@ func (l *lineReader) read() ([]byte, error) {
 		return line, err
 	}
 	begin := bytes.Clone(line[:2*excerptLen])
-	for errors.Is(err, bufio.ErrBufferFull) {
+	for n := maxLine; errors.Is(err, bufio.ErrBufferFull); n += maxLine {
+		if n > maxSkip {
+			return begin, fmt.Errorf("more than %d MiB without a line end", maxSkip>>20)
+		}
 		_, err = l.br.ReadSlice('\n')
 	}
 	if err == nil || errors.Is(err, io.EOF) {
