@@ -147,6 +147,9 @@ func (b *builder) destinations(svc *corev1.Service) (dests []destination, ok boo
 			return nil, false
 		}
 	}
+	// An address of a Service that another proxy serves is never taken for a
+	// vanished one, whoever handles it.
+	_, foreign := svc.Labels[LabelServiceProxyName]
 	served := make([]conntrack.Family, 0, len(families))
 	for i, f := range spec.IPFamilies {
 		switch f {
@@ -170,7 +173,7 @@ func (b *builder) destinations(svc *corev1.Service) (dests []destination, ok boo
 	}
 	for i := range svc.Status.LoadBalancer.Ingress {
 		in := &svc.Status.LoadBalancer.Ingress[i]
-		if in.IP == "" || in.IPMode != nil && *in.IPMode != corev1.LoadBalancerIPModeVIP {
+		if in.IP == "" || in.IPMode != nil && *in.IPMode != corev1.LoadBalancerIPModeVIP && !foreign {
 			continue // a name, or a balancer that sends to the node or the Pod itself
 		}
 		if err := b.destination(frontend.LoadBalancerIP, in.IP, served); err != nil {
