@@ -14,6 +14,7 @@ import (
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/internal/strictyaml"
 )
 
 const (
@@ -26,10 +27,14 @@ const (
 type listReader struct {
 	*reader
 	base int
+	fail strictyaml.Report
 }
 
 func (r *reader) frontendList(h head, n *yaml.Node, base int) {
-	l := listReader{r, base}
+	r.seen = true
+	l := listReader{r, base, func(n *yaml.Node, path string, err error) {
+		r.report(base+n.Line-1, "", path, err)
+	}}
 	if h.Kind != listKind {
 		l.fail(n, "kind", fmt.Errorf("%q is not a kind of %s; write %s", h.Kind, apiGroup, listKind))
 		return
@@ -38,12 +43,12 @@ func (r *reader) frontendList(h head, n *yaml.Node, base int) {
 		l.fail(n, "apiVersion", fmt.Errorf("%q is not read; write %s", h.APIVersion, apiVersion))
 		return
 	}
-	fields := l.fields(n, "", "apiVersion", "kind", "items")
+	fields := l.fail.Fields(n, "", "apiVersion", "kind", "items")
 	if fields["items"] == nil {
-		l.fail(n, "items", errMissing)
+		l.fail(n, "items", strictyaml.ErrMissing)
 		return
 	}
-	for i, item := range l.list(fields["items"], "items") {
+	for i, item := range l.fail.List(fields["items"], "items") {
 		l.item(item, "items["+strconv.Itoa(i)+"]")
 	}
 }
@@ -52,20 +57,20 @@ func (r *reader) frontendList(h head, n *yaml.Node, base int) {
 // enough that the item does not count.
 func (l *listReader) item(n *yaml.Node, path string) {
 	before := len(l.state.Problems)
-	fields := l.fields(n, path, "name", "protocol", "addresses", "ports", "backends")
+	fields := l.fail.Fields(n, path, "name", "protocol", "addresses", "ports", "backends")
 	if fields == nil {
 		return
 	}
 	for _, key := range []string{"name", "protocol", "addresses", "ports"} {
 		if fields[key] == nil {
-			l.fail(n, path+"."+key, errMissing)
+			l.fail(n, path+"."+key, strictyaml.ErrMissing)
 		}
 	}
-	name := value(l, fields["name"], path+".name", parseName)
-	proto := value(l, fields["protocol"], path+".protocol", parseProtocol)
-	addrs := values(l, fields["addresses"], path+".addresses", parseAddress)
-	ports := value(l, fields["ports"], path+".ports", parsePorts)
-	backends := values(l, fields["backends"], path+".backends", parseBackend)
+	name := strictyaml.Value(l.fail, fields["name"], path+".name", parseName)
+	proto := strictyaml.Value(l.fail, fields["protocol"], path+".protocol", parseProtocol)
+	addrs := strictyaml.Values(l.fail, fields["addresses"], path+".addresses", parseAddress)
+	ports := strictyaml.Value(l.fail, fields["ports"], path+".ports", parsePorts)
+	backends := strictyaml.Values(l.fail, fields["backends"], path+".backends", parseBackend)
 	if a := fields["addresses"]; a != nil && a.Kind == yaml.SequenceNode && len(a.Content) == 0 {
 		l.fail(a, path+".addresses", errors.New(`is empty; "*" is every address of this host`))
 	}
@@ -108,100 +113,8 @@ func (l *listReader) item(n *yaml.Node, path string) {
 	l.state.Units["static "+name] = unit
 }
 
-var errMissing = errors.New("is missing")
-
-func (l *listReader) fail(n *yaml.Node, path string, err error) {
-	l.report(l.base+n.Line-1, "", path, err)
-}
-
-// fields returns the values of a mapping that has no other keys than the known
-// ones, each at most once; null is no value. It is nil for another node.
-func (l *listReader) fields(n *yaml.Node, path string, known ...string) map[string]*yaml.Node {
-	if n.Kind != yaml.MappingNode {
-		l.fail(n, path, fmt.Errorf("must be a mapping, not %s", describe(n)))
-		return nil
-	}
-	if path != "" {
-		path += "."
-	}
-	seen := make(map[string]bool, len(known))
-	fields := make(map[string]*yaml.Node, len(known))
-	for i := 0; i+1 < len(n.Content); i += 2 {
-		key, v := resolve(n.Content[i]), resolve(n.Content[i+1])
-		switch {
-		case !slices.Contains(known, key.Value):
-			l.fail(key, path+key.Value, fmt.Errorf("is not a field; there are %s", strings.Join(known, ", ")))
-		case seen[key.Value]:
-			l.fail(key, path+key.Value, errors.New("is given twice"))
-		case v.ShortTag() != "!!null":
-			fields[key.Value] = v
-		}
-		seen[key.Value] = true
-	}
-	return fields
-}
-
-func (l *listReader) list(n *yaml.Node, path string) []*yaml.Node {
-	if n.Kind != yaml.SequenceNode {
-		l.fail(n, path, fmt.Errorf("must be a list, not %s", describe(n)))
-		return nil
-	}
-	items := make([]*yaml.Node, len(n.Content))
-	for i, c := range n.Content {
-		items[i] = resolve(c)
-	}
-	return items
-}
-
-// value parses a node, if there is one.
-func value[T any](l *listReader, n *yaml.Node, path string, parse func(*yaml.Node) (T, error)) (v T) {
-	if n == nil {
-		return v
-	}
-	v, err := parse(n)
-	if err != nil {
-		l.fail(n, path, err)
-	}
-	return v
-}
-
-// values parses the elements of a list, if there is one.
-func values[T any](l *listReader, n *yaml.Node, path string, parse func(*yaml.Node) (T, error)) []T {
-	if n == nil {
-		return nil
-	}
-	var vs []T
-	for i, c := range l.list(n, path) {
-		vs = append(vs, value(l, c, path+"["+strconv.Itoa(i)+"]", parse))
-	}
-	return vs
-}
-
-// text returns a string. What YAML takes for something else must be quoted, so
-// that a name 1e3 or true is never another than the one that was written.
-func text(n *yaml.Node) (string, error) {
-	if n.Kind != yaml.ScalarNode || n.ShortTag() != "!!str" {
-		return "", fmt.Errorf("must be a string, not %s", describe(n))
-	}
-	return n.Value, nil
-}
-
-func describe(n *yaml.Node) string {
-	switch n.ShortTag() {
-	case "!!map":
-		return "a mapping"
-	case "!!seq":
-		return "a list"
-	case "!!null":
-		return "null"
-	case "!!str":
-		return strconv.Quote(n.Value)
-	}
-	return n.Value + " without quotes"
-}
-
 func parseName(n *yaml.Node) (string, error) {
-	s, err := text(n)
+	s, err := strictyaml.Text(n)
 	if err == nil && (s == "" || strings.ContainsFunc(s, unicode.IsControl)) {
 		err = fmt.Errorf("%q is not a name: it is empty or has control characters", s)
 	}
@@ -209,7 +122,7 @@ func parseName(n *yaml.Node) (string, error) {
 }
 
 func parseProtocol(n *yaml.Node) (uint8, error) {
-	s, err := text(n)
+	s, err := strictyaml.Text(n)
 	if err != nil {
 		return 0, err
 	}
@@ -226,7 +139,7 @@ func parseProtocol(n *yaml.Node) (uint8, error) {
 
 // parseAddress returns the zero Addr for "*".
 func parseAddress(n *yaml.Node) (netip.Addr, error) {
-	s, err := text(n)
+	s, err := strictyaml.Text(n)
 	if err != nil || s == "*" {
 		return netip.Addr{}, err
 	}
@@ -253,7 +166,7 @@ func checkForm(a netip.Addr) error {
 }
 
 func parseBackend(n *yaml.Node) (netip.AddrPort, error) {
-	s, err := text(n)
+	s, err := strictyaml.Text(n)
 	if err != nil {
 		return netip.AddrPort{}, err
 	}
@@ -275,7 +188,7 @@ func parseBackend(n *yaml.Node) (netip.AddrPort, error) {
 // what was meant.
 func parsePorts(n *yaml.Node) ([]frontend.Ports, error) {
 	if tag := n.ShortTag(); n.Kind != yaml.ScalarNode || tag != "!!str" && tag != "!!int" {
-		return nil, fmt.Errorf(`must be a port, "53,5353" or "50000-50099", not %s`, describe(n))
+		return nil, fmt.Errorf(`must be a port, "53,5353" or "50000-50099", not %s`, strictyaml.Describe(n))
 	}
 	var ranges []frontend.Ports
 	for part := range strings.SplitSeq(n.Value, ",") {

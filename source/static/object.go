@@ -67,6 +67,8 @@ func (h *head) list() (of head, ok bool) {
 
 // object reads a Kubernetes object. Its JSON is asked for only where it matters.
 func (r *reader) object(h head, line int, data func() ([]byte, error)) {
+	ignored := r.state.Ignored
+	defer func() { r.seen = r.seen || r.state.Ignored == ignored }()
 	switch h.APIVersion + " " + h.Kind {
 	case "v1 Service":
 		decode(r, &r.kubernetes.Services, h, line, data)
@@ -85,6 +87,8 @@ func (r *reader) object(h head, line int, data func() ([]byte, error)) {
 			r.report(line, "", "", fmt.Errorf("a %s inside a list is not read; give its items", h.Kind))
 		case h.Kind == "EndpointSlice" && strings.HasPrefix(h.APIVersion, "discovery.k8s.io/"):
 			r.report(line, h.String(), "apiVersion", fmt.Errorf("%s is not read; give discovery.k8s.io/v1", h.APIVersion))
+		case h.Kind == "Endpoints" && h.APIVersion == "v1":
+			r.report(line, h.String(), "", errors.New("is not read; give its EndpointSlices"))
 		default:
 			r.state.Ignored++
 		}

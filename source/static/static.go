@@ -31,6 +31,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/internal/strictyaml"
 	"github.com/flowsweep/flowsweep/source/kubernetes"
 )
 
@@ -129,7 +130,16 @@ func Read(node string, inputs ...Input) (*State, error) {
 			return nil, fmt.Errorf("reading %s: %w", in.Name, err)
 		}
 		r.input = in.Name
+		ignored := r.state.Ignored
+		r.seen = false
 		r.stream(toUTF8(data))
+		switch ignored = r.state.Ignored - ignored; {
+		case !r.seen && ignored == 0:
+			r.report(0, "", "", errors.New("is empty; a state without frontends is a FrontendList without items"))
+		case !r.seen:
+			r.report(0, "", "", fmt.Errorf("holds nothing that is read, only %d objects of other kinds; "+
+				"give Service, EndpointSlice, Node, Pod or FrontendList", ignored))
+		}
 	}
 	r.build(node)
 	return r.state, nil
@@ -152,7 +162,8 @@ type reader struct {
 	objects    map[string]place // of the Kubernetes objects, by kind, namespace and name
 	names      map[string]place // of the items of FrontendLists
 	frontends  int              // that those items make
-	aliased    int              // bytes that YAML aliases stood for so far
+	seen       bool             // the input at hand had something that is read, or should have been
+	bounds     strictyaml.Bounds
 }
 
 // place is where something was read.
@@ -164,6 +175,7 @@ type place struct {
 
 // report adds a problem for which something is not read.
 func (r *reader) report(line int, object, path string, err error) {
+	r.seen = true
 	r.state.Problems = append(r.state.Problems,
 		Problem{Input: r.input, Line: line, Object: object, Path: path, Err: err, Lost: true})
 }

@@ -104,9 +104,13 @@ func isJSON(data []byte) bool {
 	return len(rest) == 0 || rest[0] == '"' || rest[0] == '}'
 }
 
+// mostBroken is how many broken JSON documents of one stream are tried.
+const mostBroken = 100
+
 // jsonStream reads JSON objects that follow each other. After what is none it
 // goes on at the next line that begins with {.
 func (r *reader) jsonStream(data []byte, line int) {
+	failed := 0
 	for len(data) > 0 {
 		end, err := 0, errNotObject
 		if data[0] == '{' {
@@ -119,6 +123,10 @@ func (r *reader) jsonStream(data []byte, line int) {
 			}
 			r.report(at, "", "", err)
 			if end = bytes.Index(data, []byte("\n{")); end < 0 {
+				return
+			}
+			if failed++; failed == mostBroken { // each is read up to where it breaks
+				r.report(at, "", "", fmt.Errorf("%d documents are broken; the rest of the input is left out", failed))
 				return
 			}
 		}
@@ -175,6 +183,7 @@ func (r *reader) jsonDocument(data []byte, line int) (end int, err error) {
 		r.json(h, data[:end], line)
 		return end, nil
 	}
+	r.seen = r.seen || len(items) == 0
 	at := 0
 	for _, s := range items {
 		line += bytes.Count(data[at:s.from], []byte("\n"))

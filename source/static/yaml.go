@@ -6,22 +6,17 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 
 	"go.yaml.in/yaml/v3"
+
+	"github.com/flowsweep/flowsweep/internal/strictyaml"
 )
 
 const (
 	// maxYAML bounds what is parsed at once: the tree takes some 18 times its text.
 	maxYAML = 32 << 20
-	// maxAliased bounds what aliases stand for, in all inputs together, and
-	// maxDepth how deep nodes nest, so that a few lines cannot stand for more than
-	// memory, time or the stack hold.
-	maxAliased = 64 << 20
-	maxDepth   = 1000
 	// maxHead bounds what a list holds beside its items.
 	maxHead = 64 << 10
 )
@@ -31,6 +26,7 @@ func (r *reader) yaml(data []byte, line int) {
 	h, from, to := yamlList(data)
 	if of, ok := h.list(); ok {
 		line += bytes.Count(data[:from], []byte("\n"))
+		r.seen = r.seen || from == to
 		for from < to {
 			end := from + nextItem(data[from:to])
 			r.yamlNodes(data[from:end], line, func(n *yaml.Node) { r.yamlItems(of, n, line) })
@@ -110,10 +106,11 @@ func (r *reader) yamlNodes(data []byte, line int, use func(root *yaml.Node)) {
 			return
 		}
 		if err != nil {
-			r.reportYAML(err, line)
+			at, err := strictyaml.SyntaxError(err)
+			r.report(line+at-1, "", "", err)
 			return
 		}
-		if _, err := r.measure(&doc, map[*yaml.Node]extent{}); err != nil {
+		if err := r.bounds.Check(&doc); err != nil {
 			r.report(line, "", "", err)
 			return
 		}
@@ -123,69 +120,10 @@ func (r *reader) yamlNodes(data []byte, line int, use func(root *yaml.Node)) {
 	}
 }
 
-var lineNumber = regexp.MustCompile(`^line (\d+): `)
-
-// reportYAML reports an error of the YAML parser, whose lines count from the
-// beginning of what it was given.
-func (r *reader) reportYAML(err error, line int) {
-	text := strings.TrimPrefix(err.Error(), "yaml: ")
-	if m := lineNumber.FindStringSubmatch(text); m != nil {
-		n, _ := strconv.Atoi(m[1])
-		line += n - 1
-		text = text[len(m[0]):]
-	}
-	if strings.Contains(text, "alphabetic or numeric character") {
-		text += `; a * or & that is meant as such stands in quotes: "*"`
-	}
-	r.report(line, "", "", fmt.Errorf("not YAML: %s", text))
-}
-
-// extent is how large a node is with all that its aliases stand for: in bytes of
-// text, at least one a node.
-type extent struct{ size, depth int }
-
-// measure returns the extent of a node, so that what walks the tree may follow
-// aliases as if they were nodes. An anchor's extent is known before any of its
-// aliases is met, or the anchor contains itself.
-func (r *reader) measure(n *yaml.Node, anchors map[*yaml.Node]extent) (extent, error) {
-	if n.Kind == yaml.AliasNode {
-		e, ok := anchors[n.Alias]
-		if !ok {
-			return e, fmt.Errorf("the anchor &%s contains itself", n.Value)
-		}
-		if r.aliased += e.size; r.aliased > maxAliased {
-			return e, fmt.Errorf("aliases stand for more than %d MiB", maxAliased>>20)
-		}
-		return e, nil
-	}
-	e := extent{size: 1 + len(n.Value)}
-	for _, c := range n.Content {
-		child, err := r.measure(c, anchors)
-		if err != nil {
-			return e, err
-		}
-		e.size += child.size
-		e.depth = max(e.depth, child.depth)
-	}
-	if e.depth++; e.depth > maxDepth {
-		return e, fmt.Errorf("nested more than %d deep", maxDepth)
-	}
-	if n.Anchor != "" {
-		anchors[n] = e
-	}
-	return e, nil
-}
-
-func resolve(n *yaml.Node) *yaml.Node {
-	if n.Kind == yaml.AliasNode {
-		return n.Alias
-	}
-	return n
-}
-
 // yamlItems reads the items of a list.
 func (r *reader) yamlItems(of head, items *yaml.Node, line int) {
-	if items == nil || items.ShortTag() == "!!null" {
+	if items == nil || items.ShortTag() == "!!null" || items.Kind == yaml.SequenceNode && len(items.Content) == 0 {
+		r.seen = true // a list without items says something, too
 		return
 	}
 	if items.Kind != yaml.SequenceNode {
@@ -193,7 +131,7 @@ func (r *reader) yamlItems(of head, items *yaml.Node, line int) {
 		return
 	}
 	for _, item := range items.Content {
-		item = resolve(item)
+		item = strictyaml.Resolve(item)
 		r.yamlObject(headOf(item, of), item, line)
 	}
 }
@@ -228,7 +166,7 @@ func lookup(n *yaml.Node, key string) *yaml.Node {
 	fields := fieldsOf(n)
 	for i := 0; i+1 < len(fields); i += 2 {
 		if fields[i].Value == key {
-			return resolve(fields[i+1])
+			return strictyaml.Resolve(fields[i+1])
 		}
 	}
 	return nil
@@ -259,10 +197,10 @@ func fieldsOf(n *yaml.Node) []*yaml.Node {
 		if !isMerge(n.Content[i]) {
 			continue
 		}
-		from := resolve(n.Content[i+1])
+		from := strictyaml.Resolve(n.Content[i+1])
 		if from.Kind == yaml.SequenceNode {
 			for _, m := range from.Content {
-				add(fieldsOf(resolve(m)))
+				add(fieldsOf(strictyaml.Resolve(m)))
 			}
 		} else {
 			add(fieldsOf(from))
@@ -274,7 +212,7 @@ func fieldsOf(n *yaml.Node) []*yaml.Node {
 // appendJSON appends a node as JSON, by YAML's own types: the typed decoding of
 // a Kubernetes object begins there, as it does in kubectl.
 func appendJSON(b []byte, n *yaml.Node) ([]byte, error) {
-	n = resolve(n)
+	n = strictyaml.Resolve(n)
 	var err error
 	switch n.Kind {
 	case yaml.MappingNode:
@@ -287,7 +225,7 @@ func appendJSON(b []byte, n *yaml.Node) ([]byte, error) {
 				b = append(b, ',')
 			}
 			if i%2 == 0 {
-				f = &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!str", Value: resolve(f).Value}
+				f = &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!str", Value: strictyaml.Resolve(f).Value}
 			}
 			if b, err = appendJSON(b, f); err != nil {
 				return nil, err
