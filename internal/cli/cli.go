@@ -10,6 +10,7 @@ import (
 	"os/signal"
 	"runtime"
 	"runtime/debug"
+	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -44,9 +45,16 @@ func usagef(format string, args ...any) error {
 
 // Main runs the command line of this process and returns its exit code.
 func Main() int {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	return Run(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr)
+	return Run(context.Background(), os.Args[1:], os.Stdin, os.Stdout, os.Stderr)
+}
+
+// interruptible returns a context that the first SIGINT or SIGTERM ends, so that
+// what was done is still told. The second one ends the process. Until it is
+// called the first one does: there is nothing to tell while inputs are read.
+func interruptible(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, stop := signal.NotifyContext(ctx, os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop)
+	return ctx, stop
 }
 
 // Run runs one command line and returns its exit code.
@@ -95,8 +103,9 @@ afresh. It never touches a flow that is right, or that is not a service's.`,
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return &exitError{exitUsage, err} })
 	root.CompletionOptions.HiddenDefaultCmd = false
-	root.AddCommand(newDemo(), newPlan(), newSweep(), newExplain(), newVersion())
+	root.AddCommand(newDemo(), newPlan(), newSweep(), newExplain(), newVersion(), newMan())
 	root.InitDefaultCompletionCmd("completion")
+	root.SetHelpCommand(newHelp())
 	for _, c := range root.Commands() {
 		strict(c)
 	}
@@ -107,7 +116,12 @@ afresh. It never touches a flow that is right, or that is not a service's.`,
 func strict(c *cobra.Command) {
 	check := c.Args
 	if check == nil {
-		check = cobra.NoArgs
+		check = func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return fmt.Errorf("%s takes no arguments, but got %q", cmd.Name(), args[0])
+			}
+			return nil
+		}
 	}
 	c.Args = func(cmd *cobra.Command, args []string) error {
 		if err := check(cmd, args); err != nil {
@@ -120,6 +134,21 @@ func strict(c *cobra.Command) {
 	}
 	for _, sub := range c.Commands() {
 		strict(sub)
+	}
+}
+
+func newHelp() *cobra.Command {
+	return &cobra.Command{
+		Use:   "help [COMMAND]",
+		Short: "Tell about a command",
+		Args:  cobra.ArbitraryArgs,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			about, rest, err := cmd.Root().Find(args)
+			if err != nil || len(rest) > 0 {
+				return usagef("there is no command %q", strings.Join(args, " "))
+			}
+			return about.Help()
+		},
 	}
 }
 

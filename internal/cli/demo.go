@@ -12,7 +12,9 @@ kernel keeps sending to it, and repairs that with flowsweep. It needs no root wh
 unprivileged user namespaces are allowed, changes nothing outside its namespaces,
 and exits with 1 if the repair did not happen.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return runDemo(cmd.Context(), cmd.OutOrStdout())
+			ctx, stop := interruptible(cmd.Context())
+			defer stop()
+			return runDemo(ctx, cmd.OutOrStdout())
 		},
 	}
 }

@@ -57,7 +57,7 @@ func (e *explaining) run(cmd *cobra.Command, what string) error {
 		return explainFlow(out, w.table, &flow)
 	case isShort:
 		found := 0
-		err := e.search(cmd, short.filter, func(f *conntrack.Flow) error {
+		err := e.search(cmd, w.families, short.filter, func(f *conntrack.Flow) error {
 			if !short.match(f) {
 				return nil
 			}
@@ -92,7 +92,7 @@ func explainFlow(out io.Writer, t *frontend.Table, f *conntrack.Flow) error {
 	if v.Owner != "" {
 		fmt.Fprintf(&b, " (%s)", v.Owner)
 	}
-	_, err := fmt.Fprintln(out, b.String())
+	_, err := fmt.Fprintln(out, printable(b.String()))
 	return err
 }
 
@@ -137,10 +137,12 @@ func parseShort(what string) (s shortFlow, ok bool, err error) {
 
 // search calls f for the flows that satisfy a filter, of the saved table or of
 // the live one.
-func (e *explaining) search(cmd *cobra.Command, filter conntrack.Filter, f func(*conntrack.Flow) error) error {
+func (e *explaining) search(cmd *cobra.Command, families []conntrack.Family, filter conntrack.Filter,
+	f func(*conntrack.Flow) error,
+) error {
 	if e.flows != "" {
 		_, err := e.eachLine(cmd, func(_ int, fl *conntrack.Flow) error {
-			if filter.Match(fl) {
+			if filter.Match(fl) && wanted(families, fl) {
 				return f(fl)
 			}
 			return nil
@@ -155,6 +157,9 @@ func (e *explaining) search(cmd *cobra.Command, filter conntrack.Filter, f func(
 	for fl, err := range conn.Dump(cmd.Context(), filter) {
 		if err != nil {
 			return err
+		}
+		if !wanted(families, fl) {
+			continue
 		}
 		if err := f(fl); err != nil {
 			return err
@@ -191,7 +196,7 @@ func (e *explaining) service(cmd *cobra.Command, w *world, name string) error {
 		fmt.Fprintf(out, "%s %s (%s)\n  gone: flows that are still translated for it are stale\n", t.Kind, t.Key, t.Owner)
 	}
 	var verdicts [frontend.Reasons]int
-	err := e.search(cmd, conntrack.Filter{}, func(f *conntrack.Flow) error {
+	err := e.search(cmd, w.families, conntrack.Filter{}, func(f *conntrack.Flow) error {
 		for i := range frontends {
 			if k := frontends[i].Key(); w.table.Reaches(k, f) {
 				verdicts[w.table.Judge(f).Reason]++

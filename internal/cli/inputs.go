@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"unicode"
 
 	"github.com/spf13/cobra"
 
@@ -40,7 +41,7 @@ func (in *inputs) register(c *cobra.Command) {
 	f.StringVar(&in.flows, "flows", "",
 		"judge a saved table, as conntrack -L or /proc/net/nf_conntrack prints it,\ninstead of the live one; \"-\" is standard input")
 	f.StringVar(&in.node, "node", "", "name of the node whose point of view it is; its addresses come from the Node object")
-	f.StringArrayVar(&in.nodeAddress, "node-address", nil, "a further address of this host (repeatable)")
+	f.StringArrayVar(&in.nodeAddress, "node-address", nil, "a further address of this host; without a Node object, one that the proxy\ncertainly serves node ports on (repeatable)")
 	f.StringSliceVar(&in.nodePorts, "node-port-addresses", nil,
 		"CIDRs in which the proxy serves node ports, as kube-proxy's nodePortAddresses")
 	f.StringVar(&in.sweep, "sweep", frontend.DefaultPolicy.String(),
@@ -58,6 +59,8 @@ type world struct {
 	change   frontend.Change // from --before to --state
 	families []conntrack.Family
 	problems int
+	// doubtful are what could not be read of the state and may hold backends.
+	doubtful int
 }
 
 // options reads the flags that need no file.
@@ -80,7 +83,7 @@ func (in *inputs) options() (o frontend.Options, host frontend.Host, families []
 	}
 	for _, s := range in.nodePorts {
 		p, err := netip.ParsePrefix(s)
-		if err != nil {
+		if err != nil || p.Addr().Is4In6() {
 			return o, host, nil, usagef("--node-port-addresses: %q is not a CIDR such as 192.0.2.0/24", s)
 		}
 		host.NodePorts = append(host.NodePorts, p.Masked())
@@ -98,7 +101,7 @@ func (in *inputs) options() (o frontend.Options, host frontend.Host, families []
 }
 
 // check finds what contradicts itself before any file is read.
-func (in *inputs) check() error {
+func (in *inputs) check(cmd *cobra.Command) error {
 	stdin := 0
 	for _, name := range slices.Concat(in.state, in.before, []string{in.flows}) {
 		if name == "-" {
@@ -110,6 +113,8 @@ func (in *inputs) check() error {
 		return usagef("nothing to judge by: give the desired state with --state FILE (\"-\" for standard input)")
 	case stdin > 1:
 		return usagef("only one input can be standard input (\"-\")")
+	case cmd.Flags().Changed("flows") && in.flows == "", cmd.Flags().Changed("netns") && in.netns == "":
+		return usagef("--flows and --netns must not be empty: an unset variable would mean the live table of this host")
 	case in.flows != "" && in.netns != "":
 		return usagef("--flows and --netns exclude each other: a saved table is in no namespace")
 	}
@@ -118,7 +123,7 @@ func (in *inputs) check() error {
 
 // load reads the state, and reports on stderr what in it does not count.
 func (in *inputs) load(cmd *cobra.Command) (*world, error) {
-	if err := in.check(); err != nil {
+	if err := in.check(cmd); err != nil {
 		return nil, err
 	}
 	o, host, families, err := in.options()
@@ -147,10 +152,16 @@ func (in *inputs) load(cmd *cobra.Command) (*world, error) {
 		w.report(cmd, before.Problems)
 		w.table.SetHost(withNode(host, in, before))
 		w.table.Replace(before.Units)
+		if before.NodeFound && !now.NodeFound {
+			// A Node object that is left out is no node without addresses.
+			now.NodeFound, now.NodeAddresses = true, before.NodeAddresses
+		}
 	}
 	w.change = w.table.SetHost(withNode(host, in, now))
 	w.change.Add(w.table.Replace(now.Units))
-	if lost := unreadable(now.Problems); lost > 0 && len(in.before) > 0 {
+	lost, doubtful := unreadable(now.Problems)
+	w.doubtful = doubtful
+	if lost > 0 && len(in.before) > 0 {
 		// What could not be read may hold frontends that only seem to be gone.
 		for _, tomb := range w.table.Tombstones() {
 			w.table.Forget(tomb.Key)
@@ -164,13 +175,19 @@ func (in *inputs) load(cmd *cobra.Command) (*world, error) {
 	return w, nil
 }
 
-func unreadable(ps []static.Problem) (n int) {
+// unreadable counts the objects that were not read, and those among them that
+// may hold backends of a service: slices, and what nobody knows.
+func unreadable(ps []static.Problem) (lost, doubtful int) {
 	for _, p := range ps {
-		if p.Lost {
-			n++
+		if !p.Lost {
+			continue
+		}
+		lost++
+		if p.Object == "" && p.Path == "" || strings.HasPrefix(p.Object, "Endpoint") {
+			doubtful++
 		}
 	}
-	return n
+	return lost, doubtful
 }
 
 func (w *world) report(cmd *cobra.Command, ps []static.Problem) {
@@ -181,7 +198,7 @@ func (w *world) report(cmd *cobra.Command, ps []static.Problem) {
 			fmt.Fprintf(cmd.ErrOrStderr(), "flowsweep: warning: and %s more\n", plural(len(ps)-most, "problem"))
 			return
 		}
-		fmt.Fprintf(cmd.ErrOrStderr(), "flowsweep: warning: %v (skipped)\n", p)
+		fmt.Fprintf(cmd.ErrOrStderr(), "flowsweep: warning: %s (skipped)\n", printable(p.Error()))
 	}
 }
 
@@ -287,6 +304,17 @@ func (in *inputs) eachLine(cmd *cobra.Command, f func(line int, fl *conntrack.Fl
 		return bad, fmt.Errorf("--strict: %s of %s cannot be read", plural(bad, "line"), name)
 	}
 	return bad, nil
+}
+
+// printable replaces what could upset a terminal: names in a state are whatever
+// somebody wrote.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r == '\n' || unicode.IsPrint(r) {
+			return r
+		}
+		return unicode.ReplacementChar
+	}, s)
 }
 
 func plural(n int, what string) string {

@@ -5,6 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -23,6 +26,7 @@ type judging struct {
 	verbose     bool
 	dryRun      bool
 	failOnStale bool
+	force       bool
 }
 
 func (j *judging) register(c *cobra.Command) {
@@ -61,6 +65,8 @@ func newSweep() *cobra.Command {
 	}
 	j.register(c)
 	c.Flags().BoolVar(&j.dryRun, "dry-run", false, "delete nothing")
+	c.Flags().BoolVar(&j.force, "force", false,
+		"delete though part of the state that may hold backends cannot be read")
 	return c
 }
 
@@ -80,14 +86,18 @@ func (j *judging) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	s := summary{Problems: w.problems, DryRun: j.dryRun}
+	if w.doubtful > 0 && !j.dryRun && !j.force {
+		return &exitError{exitFailed, fmt.Errorf("nothing is deleted: %s of the state could not be read and may hold backends, "+
+			"whose flows would count as stale; mend the input, see \"flowsweep plan\", or give --force", plural(w.doubtful, "part"))}
+	}
+	s := summary{Problems: w.problems, DryRun: j.dryRun, Reasons: map[string]int{}}
 	if j.flows != "" {
 		err = j.saved(cmd, w, out, &s)
 	} else {
 		err = j.live(cmd, w, out, &s)
 	}
-	if werr := out.end(&s); werr != nil {
-		err = errors.Join(err, werr)
+	if werr := out.end(&s); werr != nil && err == nil {
+		err = werr
 	}
 	switch {
 	case errors.Is(err, context.Canceled):
@@ -127,7 +137,8 @@ func wanted(families []conntrack.Family, f *conntrack.Flow) bool {
 // live judges the kernel's table, deletes unless told not to, and lists what is
 // stale.
 func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) error {
-	ctx := cmd.Context()
+	ctx, stop := interruptible(cmd.Context())
+	defer stop()
 	conn, err := conntrack.Dial(conntrack.Config{NetNS: j.namespace()})
 	if err != nil {
 		return err
@@ -154,12 +165,19 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	if !j.dryRun {
+		// A reader that goes away must not keep flows from being deleted: with the
+		// signal caught, the write fails instead.
+		pipe := make(chan os.Signal, 1)
+		signal.Notify(pipe, syscall.SIGPIPE)
+		defer signal.Stop(pipe)
+	}
 	var werr error
 	sw := sweep.Sweeper{Conn: conn, Judge: w.table, DryRun: j.dryRun}
 	sw.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
 		if (j.all || v.Action == frontend.Delete) && werr == nil {
-			if werr = out.flow(0, f, v); werr != nil {
-				cancel() // nobody reads any more
+			if werr = out.flow(0, f, v); werr != nil && j.dryRun {
+				cancel() // nobody reads any more, and there is nothing else to do
 			}
 		}
 	}

@@ -43,11 +43,10 @@ func newWriter(format string, w io.Writer) (writer, error) {
 
 func isTerminal(w io.Writer) bool {
 	f, ok := w.(*os.File)
-	if !ok || os.Getenv("NO_COLOR") != "" || os.Getenv("TERM") == "dumb" {
+	if term := os.Getenv("TERM"); !ok || os.Getenv("NO_COLOR") != "" || term == "dumb" || term == "" {
 		return false
 	}
-	st, err := f.Stat()
-	return err == nil && st.Mode()&os.ModeCharDevice != 0
+	return isTTY(f)
 }
 
 // row is a judged flow in JSON. docs/output.md describes it; fields are added,
@@ -172,7 +171,6 @@ type queryJSON struct {
 }
 
 func (s *summary) count(verdicts [frontend.Reasons]int) {
-	s.Reasons = map[string]int{}
 	for i, n := range verdicts {
 		reason := frontend.Reason(i)
 		s.Judged += n
@@ -290,6 +288,7 @@ type tableWriter struct {
 	page   [][]string
 	widths []int
 	began  bool
+	folded bool // a row takes three lines
 }
 
 var tableHead = []string{"VERDICT", "SENT FROM", "SENT TO", "GOES TO"}
@@ -321,6 +320,9 @@ func (t *tableWriter) flow(line int, f *conntrack.Flow, v frontend.Verdict) erro
 		cells = append(cells, orDash(v.Owner), orDash(kind), orDash(f.StateName()),
 			fmt.Sprint(f.Zone), fmt.Sprint(f.Timeout), orDash(count(f.ID)), orDash(count(uint32(line))))
 	}
+	for i := range cells {
+		cells[i] = printable(cells[i])
+	}
 	t.page = append(t.page, cells)
 	if len(t.page) < pageLen {
 		return nil
@@ -343,7 +345,8 @@ func (t *tableWriter) flush() error {
 	if t.wide {
 		head = append(head, "OWNER", "KIND", "STATE", "ZONE", "TIMEOUT", "ID", "LINE")
 	}
-	if !t.began {
+	first := !t.began
+	if first {
 		t.began = true
 		t.widths = make([]int, len(head))
 		t.page = slices.Insert(t.page, 0, head)
@@ -352,6 +355,13 @@ func (t *tableWriter) flush() error {
 		for i, c := range cells {
 			t.widths[i] = max(t.widths[i], utf8.RuneCountInString(c))
 		}
+	}
+	if first {
+		total := -2
+		for _, w := range t.widths {
+			total += 2 + w
+		}
+		t.folded = !t.wide && total > lineWidth
 	}
 	var b bytes.Buffer
 	for _, cells := range t.page {
@@ -362,18 +372,14 @@ func (t *tableWriter) flush() error {
 	return err
 }
 
-// line writes one row. Where the narrow table would be wider than a terminal,
-// as IPv6 addresses make it, a row takes three lines.
+// line writes one row. Where the first page of the narrow table is wider than a
+// terminal, as IPv6 addresses make it, a row takes three lines.
 func (t *tableWriter) line(b *bytes.Buffer, cells []string) {
-	total := -2
-	for _, w := range t.widths {
-		total += 2 + w
-	}
 	verdict := cells[0] + strings.Repeat(" ", t.widths[0]-utf8.RuneCountInString(cells[0]))
 	if t.color {
 		verdict = paint(verdict)
 	}
-	if !t.wide && total > lineWidth {
+	if t.folded {
 		indent := strings.Repeat(" ", t.widths[0])
 		if cells[0] != tableHead[0] {
 			fmt.Fprintf(b, "%s  from %s\n%s  to   %s\n%s  ->   %s\n", verdict, cells[1], indent, cells[2], indent, cells[3])
@@ -388,6 +394,24 @@ func (t *tableWriter) line(b *bytes.Buffer, cells []string) {
 		}
 	}
 	b.WriteByte('\n')
+}
+
+// wrap breaks a line of words before it is wider than a terminal.
+func wrap(s string) string {
+	var b strings.Builder
+	col := 0
+	for i, word := range strings.Fields(s) {
+		if col+1+len(word) > lineWidth {
+			b.WriteString("\n ")
+			col = 1
+		} else if i > 0 {
+			b.WriteByte(' ')
+			col++
+		}
+		b.WriteString(word)
+		col += len(word)
+	}
+	return b.String()
 }
 
 // paint colours a verdict by its action.
@@ -419,7 +443,7 @@ func (t *tableWriter) end(s *summary) error {
 				parts = append(parts, fmt.Sprintf("%s %d", i, n))
 			}
 		}
-		fmt.Fprintf(&b, "\n(%s)", strings.Join(parts, ", "))
+		b.WriteString("\n" + wrap("("+strings.Join(parts, ", ")+")"))
 	}
 	if !s.DryRun {
 		fmt.Fprintf(&b, "\ndeleted %d, already gone %d, busy %d, failed %d", s.Deleted, s.Gone, s.Busy, s.Failed)

@@ -22,7 +22,7 @@ func Do(ns *os.File, f func() error) error {
 	defer home.Close()
 	if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET); err != nil {
 		runtime.UnlockOSThread()
-		return fmt.Errorf("enter network namespace %s: %w", ns.Name(), err)
+		return fmt.Errorf("enter network namespace %s (needs CAP_SYS_ADMIN): %w", ns.Name(), err)
 	}
 	ferr := f()
 	if err := unix.Setns(int(home.Fd()), unix.CLONE_NEWNET); err == nil {
