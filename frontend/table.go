@@ -296,8 +296,10 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 		if len(e.claims) > 0 {
 			continue
 		}
-		if i := slices.IndexFunc(before[k], func(c claim) bool { return !c.Foreign }); i >= 0 {
-			e.tomb = Tombstone{k, before[k][i].Owner, before[k][i].Kind}
+		for _, c := range before[k] {
+			if !c.Foreign && (e.tomb == (Tombstone{}) || c.Kind.reach() > e.tomb.Kind.reach()) {
+				e.tomb = Tombstone{k, c.Owner, c.Kind}
+			}
 		}
 		if e.tomb == (Tombstone{}) {
 			t.remove(k)

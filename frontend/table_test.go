@@ -319,7 +319,7 @@ func TestTombstones(t *testing.T) {
 // without an index: everything is looked through for every flow.
 type model struct {
 	units map[string][]Frontend
-	tombs map[Key]Frontend
+	tombs map[Key][]Frontend // all that were there to the last
 	host  map[netip.Addr]hostAddr
 }
 
@@ -345,11 +345,15 @@ func (m *model) oursAt(k Key) (f Frontend, ours, claimed bool) {
 func (m *model) set(unit string, fs []Frontend) {
 	was := m.claims()
 	m.units[unit] = fs
+	gone := map[Key][]Frontend{}
 	for _, f := range was {
 		k := f.Key()
 		if _, _, claimed := m.oursAt(k); !claimed && !f.Foreign {
-			m.tombs[k] = f
+			gone[k] = append(gone[k], f)
 		}
+	}
+	for k, list := range gone {
+		m.tombs[k] = list
 	}
 	for _, f := range fs {
 		delete(m.tombs, f.Key())
@@ -404,9 +408,11 @@ func (m *model) judge(fl *conntrack.Flow) string {
 			certainSeen, usable = true, usable || f.Usable > 0
 		}
 	}
-	for _, f := range m.tombs {
-		if match, _, _ := m.matches(&f, fl); match {
-			tomb = true
+	for _, list := range m.tombs {
+		for _, f := range list {
+			if match, _, _ := m.matches(&f, fl); match {
+				tomb = true
+			}
 		}
 	}
 	translated := netip.AddrPortFrom(fl.Reply.Src, fl.Reply.SrcPort) != netip.AddrPortFrom(fl.Orig.Dst, fl.Orig.DstPort)
@@ -511,7 +517,7 @@ func TestAgainstModel(t *testing.T) {
 	flows := worldFlows()
 	rapid.Check(t, func(t *rapid.T) {
 		tab := NewTable(Options{Policy: DefaultPolicy})
-		m := &model{units: map[string][]Frontend{}, tombs: map[Key]Frontend{}, host: map[netip.Addr]hostAddr{}}
+		m := &model{units: map[string][]Frontend{}, tombs: map[Key][]Frontend{}, host: map[netip.Addr]hostAddr{}}
 		verdicts := make([]string, len(flows))
 		for i := range flows {
 			verdicts[i] = tab.Judge(&flows[i]).String()
