@@ -55,10 +55,22 @@ type Ruleset interface {
 	Generation() (gen uint32, trusted bool)
 }
 
-// Observer is told what happens. Its methods must return at once.
+// Observer is told what happens. Its methods must return at once, and must not
+// ask the Agent anything.
 type Observer interface {
+	// Pass tells of a pass that has ended.
 	Pass(p Pass)
-	Settled(after time.Duration)
+	// Settled tells that a frontend, or an address of this host, is settled.
+	Settled(s Settled)
+}
+
+// Settled is what became of a change.
+type Settled struct {
+	// After is the time from the first change that was not settled to the proof.
+	After time.Duration
+	// Repaired is the time from that change to the last stale flow that was found,
+	// 0 where there was none, or only what a full pass found unasked.
+	Repaired time.Duration
 }
 
 // Pass is one walk of the agent.
@@ -98,6 +110,7 @@ type Agent struct {
 	watches   *watches
 	started   time.Time
 	beat      time.Time // the loop's last turn
+	trusted   bool      // as of then, whether the ruleset's generation is
 	ready     bool      // all sources complete and a first pass done
 	lastFull  time.Time
 	lastPass  *Pass
@@ -266,7 +279,7 @@ func (a *Agent) plan(busy bool) (*job, time.Duration) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	now := a.now()
-	a.beat = now
+	a.beat, a.trusted = now, trusted
 	sleep := idle
 	until := func(t time.Time) {
 		if !t.IsZero() {
@@ -361,7 +374,7 @@ func (a *Agent) run(ctx context.Context, j *job) Pass {
 	counts := map[StaleCount]int{}
 	s := sweep.Sweeper{Conn: a.conn, Judge: a.table, DryRun: j.dryRun}
 	if j.rate > 0 {
-		s.Conn = &limited{Conn: a.conn, perSecond: j.rate}
+		s.Pace = (&pace{perSecond: j.rate}).wait
 	}
 	s.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
 		if v.Action != frontend.Delete {
@@ -424,6 +437,9 @@ func (a *Agent) foundStale(j *job, f *conntrack.Flow, v frontend.Verdict) {
 		keys = []frontend.Key{k}
 	}
 	for _, k := range keys {
+		if x := a.watches.keys[k]; !x.changed.Equal(j.start) { // else this pass opened it: nobody knows the change
+			x.lastStale = a.now()
+		}
 		if d := a.watches.found(k, f, v, j.start); d != nil {
 			id := d.Frontend + " " + d.Backend.String()
 			if a.disagrees[id] == nil {
@@ -447,9 +463,9 @@ func (a *Agent) settle(j *job) {
 		a.log.Info("ruleset agrees again", "frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend)
 	}
 	for _, s := range settled {
-		a.log.Debug("settled", "frontend", s.key.String(), "after", s.after)
+		a.log.Debug("settled", "frontend", s.key.String(), "after", s.After, "repaired", s.Repaired)
 		if a.obs != nil {
-			a.obs.Settled(s.after)
+			a.obs.Settled(s.Settled)
 		}
 	}
 	now := a.now()
@@ -540,22 +556,21 @@ func (a *Agent) expected(c StaleCount) bool {
 	return false
 }
 
-// limited spreads deletes over time.
-type limited struct {
-	sweep.Conn
+// pace spreads deletes over time.
+type pace struct {
 	perSecond int
 	next      time.Time
 }
 
-// Delete waits until the deletes before have had their time.
-func (l *limited) Delete(ctx context.Context, flows ...conntrack.Flow) (conntrack.DeleteResult, error) {
-	if wait := time.Until(l.next); wait > 0 {
+// wait waits until the deletes before have had their time.
+func (p *pace) wait(ctx context.Context, flows int) error {
+	if wait := time.Until(p.next); wait > 0 {
 		select {
 		case <-ctx.Done():
-			return conntrack.DeleteResult{}, ctx.Err()
+			return ctx.Err()
 		case <-time.After(wait):
 		}
 	}
-	l.next = time.Now().Add(time.Duration(len(flows)) * time.Second / time.Duration(l.perSecond))
-	return l.Conn.Delete(ctx, flows...)
+	p.next = time.Now().Add(time.Duration(flows) * time.Second / time.Duration(p.perSecond))
+	return nil
 }

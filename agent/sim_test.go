@@ -247,7 +247,11 @@ func (w *world) Probe(context.Context, ...conntrack.Family) (conntrack.Features,
 }
 
 // Count implements sweep.Conn.
-func (w *world) Count(context.Context) (int, error) { return len(w.flows), nil }
+func (w *world) Count(context.Context) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return len(w.flows), nil
+}
 
 // Generation implements Ruleset.
 func (w *world) Generation() (uint32, bool) {

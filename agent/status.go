@@ -9,27 +9,30 @@ import (
 
 // Status is what the agent knows of itself, for people and machines.
 type Status struct {
-	Started    time.Time       `json:"started"`
-	Ready      bool            `json:"ready"`
-	NotReady   string          `json:"notReady,omitempty"` // why
-	DryRun     bool            `json:"dryRun"`
-	Frontends  int             `json:"frontends"`
-	Tombstones int             `json:"tombstones"`
-	Sources    []SourceStatus  `json:"sources"`
-	Settling   string          `json:"settling"` // "generation" or "time"
-	Unsettled  []Unsettled     `json:"unsettled"`
-	Disagrees  []*Disagreement `json:"rulesetDisagrees"`
-	LastFull   time.Time       `json:"lastFullPass"`
-	LastPass   *PassStatus     `json:"lastPass,omitempty"`
-	Failures   int             `json:"failuresInARow"`
-	StateFile  string          `json:"stateFileError,omitempty"`
+	Time       time.Time      `json:"time"` // of this Status
+	Started    time.Time      `json:"started"`
+	Ready      bool           `json:"ready"`
+	NotReady   string         `json:"notReady,omitempty"` // why
+	DryRun     bool           `json:"dryRun"`
+	Frontends  int            `json:"frontends"`
+	Tombstones int            `json:"tombstones"`
+	Sources    []SourceStatus `json:"sources"`
+	Settling   string         `json:"settling"`  // "generation" or "time"
+	Unsettled  []Unsettled    `json:"unsettled"` // 1000 at most
+	// UnsettledTotal is how many there are.
+	UnsettledTotal int             `json:"unsettledTotal"`
+	Disagrees      []*Disagreement `json:"rulesetDisagrees"`
+	LastFull       time.Time       `json:"lastFullPass,omitzero"`
+	LastPass       *PassStatus     `json:"lastPass,omitempty"`
+	Failures       int             `json:"failuresInARow"`
+	StateFile      string          `json:"stateFileError,omitempty"`
 }
 
 // SourceStatus is the state of one source.
 type SourceStatus struct {
 	Name      string    `json:"name"`
 	Complete  bool      `json:"complete"`
-	Updated   time.Time `json:"updated"`
+	Updated   time.Time `json:"updated,omitzero"`
 	Frontends int       `json:"frontends"`
 	Fault     string    `json:"fault,omitempty"`
 	Held      string    `json:"held,omitempty"`
@@ -64,17 +67,16 @@ const mostUnsettled = 1000
 
 // Status returns the present state. It waits for nothing that asks the kernel.
 func (a *Agent) Status() Status {
-	_, trusted := a.rules.Generation()
 	frontends, tombstones := a.table.Len()
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	s := Status{
-		Started: a.started, Ready: a.ready, DryRun: a.cfg.DryRun,
+		Time: a.now(), Started: a.started, Ready: a.ready, DryRun: a.cfg.DryRun,
 		Frontends: frontends, Tombstones: tombstones,
 		Settling: "time", LastFull: a.lastFull, Failures: a.failures,
-		Unsettled: []Unsettled{}, Disagrees: []*Disagreement{},
+		Unsettled: []Unsettled{}, UnsettledTotal: len(a.watches.keys), Disagrees: []*Disagreement{},
 	}
-	if trusted {
+	if a.trusted {
 		s.Settling = "generation"
 	}
 	if a.saved.err != nil {

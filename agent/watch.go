@@ -51,6 +51,8 @@ type watch struct {
 	changed time.Time       // the first change that is not settled
 	opened  time.Time       // start of the window
 
+	lastStale time.Time // when a stale flow was found last; zero: never
+
 	fresh     bool // changed since the last pass began
 	lastPass  time.Time
 	lastGen   uint32
@@ -311,7 +313,11 @@ func (w *watches) end(keys map[frontend.Key]bool, pass time.Time) (settled []set
 			}
 		}
 		if !x.fresh && !pass.Before(x.opened.Add(w.window)) {
-			settled = append(settled, settledWatch{k, pass.Sub(x.changed)})
+			s := settledWatch{key: k, Settled: Settled{After: pass.Sub(x.changed)}}
+			if x.lastStale.After(x.changed) {
+				s.Repaired = x.lastStale.Sub(x.changed)
+			}
+			settled = append(settled, s)
 			w.drop(k)
 		}
 	}
@@ -319,6 +325,6 @@ func (w *watches) end(keys map[frontend.Key]bool, pass time.Time) (settled []set
 }
 
 type settledWatch struct {
-	key   frontend.Key
-	after time.Duration // since the change
+	key frontend.Key
+	Settled
 }

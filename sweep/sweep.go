@@ -41,6 +41,10 @@ type Sweeper struct {
 	Judge Judge
 	// DryRun deletes nothing.
 	DryRun bool
+	// Pace, if set, waits until so many more flows may be deleted. What was found
+	// stale is judged again after it, since a wait inside Conn.Delete would leave
+	// time for a flow to become right.
+	Pace func(ctx context.Context, flows int) error
 	// OnFlow, if set, sees each judged flow, which is borrowed as in Conn.Dump. A
 	// walk that has to be repeated shows its flows again.
 	OnFlow func(f *conntrack.Flow, v frontend.Verdict)
@@ -55,8 +59,17 @@ type Report struct {
 	// action.
 	Verdicts [frontend.Reasons]int
 	conntrack.DeleteResult
+	// Classes splits DeleteResult by what the flows have in common.
+	Classes   map[Class]conntrack.DeleteResult
 	Malformed int // messages of the kernel that held no flow
 	Duration  time.Duration
+}
+
+// Class is what flows that were to be deleted have in common.
+type Class struct {
+	Family conntrack.Family
+	Reason frontend.Reason // of the judgement right before the delete
+	Kind   frontend.Kind
 }
 
 // QueryReport is what one query of the plan cost and gave.
@@ -65,6 +78,20 @@ type QueryReport struct {
 	Returned, Wanted int
 	Walks            int // more than one where the hash table was resized
 	Duration         time.Duration
+	Deleting         time.Duration // part of Duration: spent on Pace and deletes
+}
+
+// delete has flows of one class deleted, and counts.
+func (r *Report) delete(ctx context.Context, conn Conn, c Class, flows []conntrack.Flow) error {
+	res, err := conn.Delete(ctx, flows...)
+	r.DeleteResult.Add(res)
+	if r.Classes == nil {
+		r.Classes = map[Class]conntrack.DeleteResult{}
+	}
+	sum := r.Classes[c]
+	sum.Add(res)
+	r.Classes[c] = sum
+	return err
 }
 
 // Count returns how many flows were judged to an action.
@@ -110,13 +137,13 @@ func (s *Sweeper) query(ctx context.Context, earlier []Query, q Query, r *Report
 	var err error
 	for qr.Walks < walks {
 		qr.Walks++
-		w := walk{Sweeper: s, earlier: earlier}
+		w := walk{Sweeper: s, earlier: earlier, report: r}
 		err = w.run(ctx, q.Filter)
 		st := s.Conn.Stats()
 		qr.Returned += st.Returned
 		qr.Wanted = st.Wanted
+		qr.Deleting += w.deleting
 		r.Malformed += st.Malformed
-		r.DeleteResult.Add(w.deleted)
 		again := errors.Is(err, conntrack.ErrResized) || errors.Is(err, conntrack.ErrInterrupted)
 		if again && qr.Walks < walks {
 			// What was deleted stays counted. The rest is judged anew.
@@ -140,11 +167,19 @@ func (s *Sweeper) query(ctx context.Context, earlier []Query, q Query, r *Report
 type walk struct {
 	*Sweeper
 	earlier  []Query
+	report   *Report // of the deletes
 	stale    []conntrack.Flow
+	groups   []group
 	judged   int
 	verdicts [frontend.Reasons]int
-	sent     [frontend.Reasons]int // verdicts of the flows in deleted
-	deleted  conntrack.DeleteResult
+	sent     [frontend.Reasons]int // verdicts of the flows that were to be deleted
+	deleting time.Duration
+}
+
+// group is flows of one class that are about to be deleted.
+type group struct {
+	Class
+	flows []conntrack.Flow
 }
 
 func (w *walk) run(ctx context.Context, f conntrack.Filter) error {
@@ -190,27 +225,44 @@ func (w *walk) seen(f *conntrack.Flow) bool {
 }
 
 // flush deletes what has been found. Each flow is judged once more, since the
-// desired state may have moved on during the walk.
-func (w *walk) flush(ctx context.Context) error {
-	still := w.stale[:0]
-	var reasons [frontend.Reasons]int
+// desired state may have moved on during the walk. The kernel is asked class by
+// class, so that it is known of which class the flows are that it deleted.
+func (w *walk) flush(ctx context.Context) (err error) {
+	if len(w.stale) == 0 {
+		return nil
+	}
+	start := time.Now()
+	defer func() { w.deleting += time.Since(start) }()
+	if w.Pace != nil {
+		if err := w.Pace(ctx, len(w.stale)); err != nil {
+			return err
+		}
+	}
 	for i := range w.stale {
-		v := w.Judge.Judge(&w.stale[i])
-		if v.Action == frontend.Delete {
-			still = append(still, w.stale[i])
-			reasons[v.Reason]++
+		f := &w.stale[i]
+		if v := w.Judge.Judge(f); v.Action == frontend.Delete {
+			w.group(Class{f.Family, v.Reason, v.Kind}, f)
 		}
 	}
 	w.stale = w.stale[:0]
-	if len(still) == 0 {
-		return nil
-	}
-	res, err := w.Conn.Delete(ctx, still...)
-	w.deleted.Add(res)
-	for i, n := range reasons {
-		w.sent[i] += n
+	for i := range w.groups {
+		g := &w.groups[i]
+		if len(g.flows) > 0 && err == nil {
+			err = w.report.delete(ctx, w.Conn, g.Class, g.flows)
+			w.sent[g.Reason] += len(g.flows)
+		}
+		g.flows = g.flows[:0]
 	}
 	return err
+}
+
+func (w *walk) group(c Class, f *conntrack.Flow) {
+	i := slices.IndexFunc(w.groups, func(g group) bool { return g.Class == c })
+	if i < 0 {
+		i = len(w.groups)
+		w.groups = append(w.groups, group{Class: c})
+	}
+	w.groups[i].flows = append(w.groups[i].flows, *f)
 }
 
 // keepDeletes takes back all counts of a walk that is to be repeated but those
