@@ -118,9 +118,9 @@ func (c *Change) compareClass(k Key, before, after []claim) {
 		s.Cause = CauseGone
 		c.Suspects = append(c.Suspects, s)
 		return
-	case !is:
-		return // another proxy's now: not ours to clean
 	}
+	// Also where it is another proxy's now, and nothing of it ours to clean: its
+	// backends count where a frontend of ours overlaps (a range, every address).
 	if s.Lost = lost(before, after); len(s.Lost) > 0 {
 		s.Cause = CauseBackendLost
 		c.Suspects = append(c.Suspects, s)

@@ -118,7 +118,9 @@ func (s *scene) add(e *entry) {
 		}
 		s.backends = s.backends || fe.Valid.Len() > 0
 		if served == uncertain {
-			s.uncertain = fe
+			if s.uncertain == nil || fe.Usable > 0 {
+				s.uncertain = fe
+			}
 			continue
 		}
 		s.certain = true
