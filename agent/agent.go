@@ -412,7 +412,7 @@ const mostCounts = 1024
 // walking is how long the kernel was kept busy walking.
 func walking(r *sweep.Report) (d time.Duration) {
 	for _, q := range r.Queries {
-		d += q.Duration
+		d += q.Duration - q.Deleting
 	}
 	return d
 }

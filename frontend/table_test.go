@@ -255,8 +255,12 @@ func TestChange(t *testing.T) {
 			"replaced after a time without usable ones", fr(one, 0), fr(other, 1),
 			[]string{"backend-lost [198.51.100.11:53]", "first-backend []"},
 		},
-		{"a host port becomes an external address", []Frontend{at(vip, HostPort, one, 1)}, []Frontend{at(vip, ExternalIP, one, 1)},
-			[]string{"frontend-gone []", "frontend-new []"}},
+		{
+			"a host port becomes an external address",
+			[]Frontend{at(vip, HostPort, one, 1)},
+			[]Frontend{at(vip, ExternalIP, one, 1)},
+			[]string{"frontend-gone []", "frontend-new []"},
+		},
 		{"to another proxy", fr(one, 1), foreign, nil},
 		{"from another proxy", foreign, fr(one, 1), []string{"frontend-new []"}},
 	} {

@@ -97,15 +97,20 @@ func (l *pipe) client() *http.Client {
 	}}
 }
 
-// start serves in the background. stop ends that and returns what Serve returned.
-func start(s *Server, all, metrics net.Listener) (stop func() error) {
+// start serves in the background. stop, which the test's end calls too, ends that.
+func start(t *testing.T, s *Server, all, metrics net.Listener) (stop func()) {
+	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- s.Serve(ctx, all, metrics) }()
-	return func() error {
+	stop = sync.OnceFunc(func() {
 		cancel()
-		return <-ended
-	}
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(stop)
+	return stop
 }
 
 type answer struct {
@@ -202,12 +207,7 @@ func TestEndpoints(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			all, metrics := newPipe(loopback4, loopback4), newPipe(loopback4, loopback4)
-			stop := start(New(Options{Agent: tt.agent, PProf: tt.pprof, Version: "v1.2.3"}), all, metrics)
-			defer func() {
-				if err := stop(); err != nil {
-					t.Error(err)
-				}
-			}()
+			start(t, New(Options{Agent: tt.agent, PProf: tt.pprof, Version: "v1.2.3"}), all, metrics)
 			l := all
 			if tt.metrics {
 				l = metrics
@@ -249,8 +249,7 @@ func TestPrivate(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			l := newPipe(tt.local, tt.remote)
-			stop := start(New(Options{Agent: well(), PProf: true, StatusAnywhere: tt.anywhere}), l, nil)
-			defer stop()
+			start(t, New(Options{Agent: well(), PProf: true, StatusAnywhere: tt.anywhere}), l, nil)
 			for _, path := range []string{
 				"/statusz", "/debug/pprof/", "/debug/pprof/cmdline", "/debug/pprof/symbol", "/debug/pprof/heap",
 				"/debug/pprof/profile?seconds=1", "/debug/pprof/trace?seconds=0.01",
@@ -274,8 +273,7 @@ func TestPrivate(t *testing.T) {
 func TestStatusIsTheAgents(t *testing.T) {
 	a := &fakeAgent{status: scriptedStatus()}
 	l := newPipe(loopback4, loopback4)
-	stop := start(New(Options{Agent: a}), l, nil)
-	defer stop()
+	start(t, New(Options{Agent: a}), l, nil)
 	got := ask(t, l, "GET", "/statusz")
 	if c := got.header.Get("Content-Type"); c != "application/json" {
 		t.Errorf("Content-Type %q", c)
@@ -297,7 +295,7 @@ func TestProfileLasts(t *testing.T) {
 	s := New(Options{Agent: well(), PProf: true})
 	s.readTimeout = 50 * time.Millisecond
 	l := newPipe(loopback4, loopback4)
-	stop := start(s, l, nil)
+	stop := start(t, s, l, nil)
 	begin := time.Now()
 	got := ask(t, l, "GET", "/debug/pprof/trace?seconds=0.3")
 	if took := time.Since(begin); got.code != 200 || took < 300*time.Millisecond {
@@ -307,9 +305,7 @@ func TestProfileLasts(t *testing.T) {
 	go func() { done <- ask(t, l, "GET", "/debug/pprof/trace?seconds=600") }()
 	time.Sleep(100 * time.Millisecond)
 	begin = time.Now()
-	if err := stop(); err != nil {
-		t.Error(err)
-	}
+	stop()
 	<-done
 	if took := time.Since(begin); took > stopTimeout {
 		t.Errorf("the profile held up the end for %s", took)
@@ -333,7 +329,7 @@ func TestKernelHangs(t *testing.T) {
 			},
 		})
 		l := newPipe(loopback4, loopback4)
-		stop := start(s, l, nil)
+		stop := start(t, s, l, nil)
 		shown := func() string {
 			got := ask(t, l, "GET", "/metrics")
 			var list []string
@@ -367,9 +363,7 @@ func TestKernelHangs(t *testing.T) {
 			}
 		}
 		begin = time.Now()
-		if err := stop(); err != nil {
-			t.Error(err)
-		}
+		stop()
 		if took := time.Since(begin); took < stopTimeout || took > stopTimeout+time.Second {
 			t.Errorf("Serve took %s to end, want %s", took, stopTimeout)
 		}
@@ -397,7 +391,7 @@ func TestTableFails(t *testing.T) {
 			},
 		})
 		l := newPipe(loopback4, loopback4)
-		stop := start(s, l, nil)
+		stop := start(t, s, l, nil)
 		for range 20 {
 			time.Sleep(10 * time.Second)
 			at := time.Since(begin)
@@ -409,7 +403,7 @@ func TestTableFails(t *testing.T) {
 		if body := ask(t, l, "GET", "/metrics").body; strings.Contains(body, "flowsweep_table_max_entries") {
 			t.Error("an unknown maximum is shown")
 		}
-		_ = stop()
+		stop()
 		if n := strings.Count(log.String(), "\n"); n != 2 {
 			t.Errorf("%d lines:\n%s", n, log.String())
 		}
@@ -439,7 +433,7 @@ func TestServe(t *testing.T) {
 	}
 	t.Run("two listeners", func(t *testing.T) {
 		all, metrics := listen(t), listen(t)
-		stop := start(New(Options{Agent: well(), Metrics: NewMetrics()}), all, metrics)
+		stop := start(t, New(Options{Agent: well(), Metrics: NewMetrics()}), all, metrics)
 		for _, err := range []error{
 			get(all.Addr(), "/statusz"), get(all.Addr(), "/metrics"), get(metrics.Addr(), "/metrics"),
 		} {
@@ -453,9 +447,7 @@ func TestServe(t *testing.T) {
 		}
 		defer idle.Close()
 		begin := time.Now()
-		if err := stop(); err != nil {
-			t.Error(err)
-		}
+		stop()
 		if took := time.Since(begin); took > stopTimeout+time.Second {
 			t.Errorf("Serve took %s to end", took)
 		}
@@ -483,14 +475,12 @@ func TestServe(t *testing.T) {
 		// A request that runs when the end comes is answered.
 		a := &slowAgent{called: make(chan struct{}), release: make(chan struct{})}
 		all := listen(t)
-		stop := start(New(Options{Agent: a}), all, nil)
+		stop := start(t, New(Options{Agent: a}), all, nil)
 		answered := make(chan error)
 		go func() { answered <- get(all.Addr(), "/livez") }()
 		<-a.called
 		time.AfterFunc(100*time.Millisecond, func() { close(a.release) })
-		if err := stop(); err != nil {
-			t.Error(err)
-		}
+		stop()
 		if err := <-answered; err != nil {
 			t.Error(err)
 		}

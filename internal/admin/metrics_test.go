@@ -100,8 +100,7 @@ func scriptedPasses() []agent.Pass {
 func page(t *testing.T, s *Server) string {
 	t.Helper()
 	l := newPipe(loopback4, loopback4)
-	stop := start(s, l, nil)
-	defer stop()
+	start(t, s, l, nil)
 	for {
 		got := ask(t, l, "GET", "/metrics")
 		if got.code != 200 {

@@ -7,7 +7,7 @@ package nft
 
 import "errors"
 
-// ErrNoNFT: the kernel has no nf_tables.
+// ErrNoNFT says that the kernel has no nf_tables.
 var ErrNoNFT = errors.New("this kernel has no nf_tables: load the module nf_tables, " +
 	"or build it with CONFIG_NF_TABLES")
 
