@@ -2,6 +2,7 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -103,7 +104,7 @@ afresh. It never touches a flow that is right, or that is not a service's.`,
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return &exitError{exitUsage, err} })
 	root.CompletionOptions.HiddenDefaultCmd = false
-	root.AddCommand(newDemo(), newPlan(), newSweep(), newExplain(), newVersion(), newMan())
+	root.AddCommand(newDemo(), newPlan(), newSweep(), newExplain(), newDoctor(), newRun(), newStatus(), newConfig(), newVersion(), newMan())
 	root.InitDefaultCompletionCmd("completion")
 	root.SetHelpCommand(newHelp())
 	for _, c := range root.Commands() {
@@ -160,16 +161,16 @@ func newVersion() *cobra.Command {
 		Use:   "version",
 		Short: "Print the version",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			v := version
-			if info, ok := debug.ReadBuildInfo(); v == "" && ok {
-				v = info.Main.Version
-			}
-			if v == "" {
-				v = "devel"
-			}
 			_, err := fmt.Fprintf(cmd.OutOrStdout(), "flowsweep %s %s %s/%s\n",
-				v, runtime.Version(), runtime.GOOS, runtime.GOARCH)
+				versionString(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 			return err
 		},
 	}
+}
+
+func versionString() string {
+	if info, ok := debug.ReadBuildInfo(); version == "" && ok {
+		return cmp.Or(strings.Trim(info.Main.Version, "()"), "devel")
+	}
+	return cmp.Or(version, "devel")
 }

@@ -35,20 +35,20 @@ type inputs struct {
 func (in *inputs) register(c *cobra.Command) {
 	f := c.Flags()
 	f.StringArrayVar(&in.state, "state", nil,
-		"the desired state, YAML or JSON: Kubernetes Service, EndpointSlice, Node, Pod\nand FrontendList, mixed at will; \"-\" is standard input (repeatable)")
+		"`FILE` with the desired state, YAML or JSON: Kubernetes Service, EndpointSlice, Node, Pod\nand FrontendList, mixed at will; \"-\" is standard input (repeatable)")
 	f.StringArrayVar(&in.before, "before", nil,
-		"the state known earlier: frontends that are gone since are swept (repeatable)")
+		"`FILE` with the state known earlier: frontends that are gone since are swept (repeatable)")
 	f.StringVar(&in.flows, "flows", "",
-		"judge a saved table, as conntrack -L or /proc/net/nf_conntrack prints it,\ninstead of the live one; \"-\" is standard input")
-	f.StringVar(&in.node, "node", "", "name of the node whose point of view it is; its addresses come from the Node object")
-	f.StringArrayVar(&in.nodeAddress, "node-address", nil, "a further address of this host; without a Node object, one that the proxy\ncertainly serves node ports on (repeatable)")
+		"judge a saved table, a `FILE` as conntrack -L or /proc/net/nf_conntrack prints it,\ninstead of the live one; \"-\" is standard input")
+	f.StringVar(&in.node, "node", "", "`NAME` of the node whose point of view it is; its addresses come\nfrom the Node object")
+	f.StringArrayVar(&in.nodeAddress, "node-address", nil, "a further `IP` of this host; without a Node object, one that the proxy\ncertainly serves node ports on (repeatable)")
 	f.StringSliceVar(&in.nodePorts, "node-port-addresses", nil,
-		"CIDRs in which the proxy serves node ports, as kube-proxy's nodePortAddresses")
+		"`CIDR,...` in which the proxy serves node ports, as kube-proxy's nodePortAddresses")
 	f.StringVar(&in.sweep, "sweep", frontend.DefaultPolicy.String(),
-		"what may be deleted of each protocol: all, unreplied or off")
-	f.UintSliceVar(&in.zones, "zone", []uint{0}, "conntrack zones to judge")
-	f.StringVar(&in.netns, "netns", "", "network namespace of the live table: a path, or a name under /run/netns")
-	f.StringVar(&in.family, "family", "", "ipv4 or ipv6 alone")
+		"what may be deleted of each protocol: all, unreplied or off; a `POLICY`")
+	f.UintSliceVar(&in.zones, "zone", []uint{0}, "conntrack `ZONES` to judge")
+	f.StringVar(&in.netns, "netns", "", "network `NAMESPACE` of the live table: a path, or a name under /run/netns")
+	f.StringVar(&in.family, "family", "", "`FAMILY`: ipv4 or ipv6 alone")
 	f.BoolVar(&in.strict, "strict", false, "fail, before anything is deleted, if some input cannot be read whole")
 	_ = c.RegisterFlagCompletionFunc("family", cobra.FixedCompletions([]string{"ipv4", "ipv6"}, cobra.ShellCompDirectiveNoFileComp))
 }

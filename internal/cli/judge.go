@@ -32,7 +32,7 @@ type judging struct {
 func (j *judging) register(c *cobra.Command) {
 	j.inputs.register(c)
 	f := c.Flags()
-	f.StringVarP(&j.output, "output", "o", "table", "table, wide, json, jsonl or yaml")
+	f.StringVarP(&j.output, "output", "o", "table", "`FORMAT`: table, wide, json, jsonl or yaml")
 	f.BoolVar(&j.all, "all", false, "list every flow of the live table, not only those to delete")
 	f.BoolVar(&j.changedOnly, "changed-only", false,
 		"ask the kernel only about what differs between --before and --state")

@@ -1,0 +1,475 @@
+package cli
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/flowsweep/flowsweep/agent"
+	"github.com/flowsweep/flowsweep/agent/config"
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/internal/admin"
+	"github.com/flowsweep/flowsweep/internal/nft"
+	"github.com/flowsweep/flowsweep/internal/sdnotify"
+	"github.com/flowsweep/flowsweep/source"
+	"github.com/flowsweep/flowsweep/source/host"
+	"github.com/flowsweep/flowsweep/source/static"
+)
+
+// defaultConfig is read where --config is not given, if it is there.
+const defaultConfig = "/etc/flowsweep/agent.yaml"
+
+// agentFlags are the flags of run and of config print: a file, and what
+// overrides it.
+type agentFlags struct {
+	config      string
+	state       []string
+	node        string
+	nodeAddress []string
+	dryRun      bool
+	logLevel    string
+	listen      string
+	stateFile   string
+	window      time.Duration
+	netns       string
+}
+
+func (r *agentFlags) register(c *cobra.Command) {
+	f := c.Flags()
+	f.StringVar(&r.config, "config", "", "`FILE` of kind AgentConfiguration (default "+defaultConfig+", if it is there)")
+	f.StringArrayVar(&r.state, "state", nil, "`FILE` or directory of the desired state, instead of sources.static.files (repeatable)")
+	f.StringVar(&r.node, "node", "", "`NAME` that overrides host.node")
+	f.StringArrayVar(&r.nodeAddress, "node-address", nil, "`IP` that overrides host.addresses (repeatable)")
+	f.BoolVar(&r.dryRun, "dry-run", false, "overrides dryRun: judge, and delete nothing")
+	f.StringVar(&r.logLevel, "log-level", "", "overrides log.level, a `LEVEL`: debug, info, warn or error")
+	f.StringVar(&r.listen, "listen", "", "`ADDRESS:PORT` that overrides admin.listen; \"none\" for no admin endpoint")
+	f.StringVar(&r.stateFile, "state-file", "", "`FILE` that overrides stateFile; \"none\" for none")
+	f.DurationVar(&r.window, "window", 0, "`DURATION` that overrides settling.window")
+}
+
+// load reads the file and applies the flags.
+func (r *agentFlags) load(cmd *cobra.Command) (*config.Config, error) {
+	c := config.Default()
+	path := r.config
+	if path == "" {
+		path = defaultConfig
+	}
+	read, err := config.Load(path)
+	switch {
+	case err == nil:
+		c = read
+	case r.config == "" && errors.Is(err, fs.ErrNotExist):
+	default:
+		return nil, err
+	}
+	set := cmd.Flags().Changed
+	if set("state") {
+		c.Sources.Static.Files = r.state
+	}
+	if set("node") {
+		c.Host.Node = r.node
+	}
+	if set("node-address") {
+		c.Host.Addresses = nil
+		for _, s := range r.nodeAddress {
+			a, err := netip.ParseAddr(s)
+			if err != nil {
+				return nil, usagef("--node-address: %q is not an IP address", s)
+			}
+			c.Host.Addresses = append(c.Host.Addresses, a)
+		}
+	}
+	if set("dry-run") {
+		c.DryRun = r.dryRun
+	}
+	if set("log-level") {
+		if err := c.Log.Level.UnmarshalText([]byte(r.logLevel)); err != nil {
+			return nil, usagef("--log-level: %q is none of debug, info, warn, error", r.logLevel)
+		}
+	}
+	if set("listen") {
+		c.Admin.Listen = netip.AddrPort{}
+		if r.listen != "none" {
+			if c.Admin.Listen, err = netip.ParseAddrPort(r.listen); err != nil {
+				return nil, usagef("--listen: %q is no address and port such as 127.0.0.1:9633", r.listen)
+			}
+		}
+	}
+	if set("state-file") {
+		c.StateFile = strings.TrimSuffix(r.stateFile, "none")
+	}
+	if set("window") {
+		c.Settling.Window = r.window
+	}
+	if err := c.Validate(); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+func newRun() *cobra.Command {
+	r := &agentFlags{}
+	c := &cobra.Command{
+		Use:   "run",
+		Short: "The agent: keep this host clean continuously",
+		Long: `run takes frontends from its sources, watches what changes until it is settled,
+and sweeps. What can change while it runs does so when its configuration file
+changes, or on SIGHUP, which also reopens the audit file; it says what needs a
+restart. SIGTERM ends it.`,
+		Example: `  flowsweep run --config agent.yaml
+  flowsweep run --state /etc/flowsweep/frontends.d --dry-run`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg, err := r.load(cmd)
+			if err != nil {
+				return err
+			}
+			ctx, stop := interruptible(cmd.Context())
+			defer stop()
+			d := &daemon{flags: r, cmd: cmd, cfg: cfg}
+			return d.run(ctx)
+		},
+	}
+	r.register(c)
+	c.Flags().StringVar(&r.netns, "netns", "", "network `NAMESPACE` to keep clean: a path, or a name under /run/netns")
+	return c
+}
+
+func newConfig() *cobra.Command {
+	c := &cobra.Command{Use: "config", Short: "Print or check the agent's configuration"}
+	r := &agentFlags{}
+	show := &cobra.Command{
+		Use:   "print",
+		Short: "Print the effective configuration, with defaults and comments",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg, err := r.load(cmd)
+			if err != nil {
+				return err
+			}
+			return config.Print(cmd.OutOrStdout(), cfg)
+		},
+	}
+	r.register(show)
+	check := &cobra.Command{
+		Use:   "check FILE",
+		Short: "Tell whether a configuration file is valid, and all that is not",
+		Args:  cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if _, err := config.Load(args[0]); err != nil {
+				return err
+			}
+			_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s is valid\n", args[0])
+			return err
+		},
+	}
+	c.AddCommand(show, check)
+	return c
+}
+
+// agentConfig is what of the configuration the agent itself goes by.
+func agentConfig(c *config.Config) agent.Config {
+	return agent.Config{
+		Policy: c.Sweep, Zones: c.Zones, Families: c.Families, NodePorts: c.Host.NodePortAddresses,
+		DryRun: c.DryRun, Window: c.Settling.Window, FullPass: c.Settling.FullPass, WalkBudget: c.Settling.WalkBudget,
+		DeletesPerSecond: c.Guards.DeletesPerSecond, ShrinkHold: c.Guards.ShrinkHold,
+		ShrinkMinimum: c.Guards.ShrinkMinimum, StateFile: c.StateFile,
+	}
+}
+
+// excluded returns the ranges whose interface addresses do not count: all where
+// interfaces are not to be looked at.
+func excluded(h config.Host) []netip.Prefix {
+	if h.Interfaces {
+		return h.Exclude
+	}
+	return []netip.Prefix{netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0)}
+}
+
+// daemon is the agent as a process: what surrounds it, and what of it changes
+// while it runs.
+type daemon struct {
+	flags *agentFlags
+	cmd   *cobra.Command
+	cfg   *config.Config
+
+	log    *slog.Logger
+	level  *slog.LevelVar
+	audit  audit
+	static *static.Watcher
+	host   *host.Source
+	agent  *agent.Agent
+	notify *sdnotify.Notifier
+}
+
+func (d *daemon) run(ctx context.Context) error {
+	d.level = &slog.LevelVar{}
+	d.level.Set(d.cfg.Log.Level)
+	opts := &slog.HandlerOptions{Level: d.level}
+	var handler slog.Handler = slog.NewTextHandler(d.cmd.ErrOrStderr(), opts)
+	if d.cfg.Log.Format == config.FormatJSON {
+		handler = slog.NewJSONHandler(d.cmd.ErrOrStderr(), opts)
+	}
+	d.log = slog.New(handler)
+	if err := d.audit.open(d.cfg.Log.AuditFile); err != nil {
+		return err
+	}
+	defer d.audit.close()
+	var err error
+	if d.notify, err = sdnotify.FromEnvironment(); err != nil {
+		d.log.Warn("the service manager is not told all", "err", err)
+	}
+
+	ns := inputs{netns: d.flags.netns}
+	conn, err := conntrack.Dial(conntrack.Config{NetNS: ns.namespace()})
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	if _, err := conn.Count(ctx); err != nil { // better now than in the first pass
+		return err
+	}
+	gens, err := nft.Open(ns.namespace())
+	if err != nil {
+		d.log.Info("the ruleset's generation cannot be asked for; settling goes by time", "err", err)
+		gens = nil
+	} else {
+		defer gens.Close()
+	}
+	d.static = static.Watch(d.cfg.Sources.Static.Files, d.cfg.Host.Node)
+	h := d.cfg.Host
+	d.host = host.New(host.Config{
+		NetNS: ns.namespace(), Include: h.Include, Exclude: excluded(h), Addresses: h.Addresses,
+	})
+	sources := []source.Source{d.static, d.host}
+	metrics := admin.NewMetrics()
+	d.agent = agent.New(agent.Options{
+		Config: agentConfig(d.cfg), Conn: conn, Ruleset: agent.NewRuleset(gens, ns.namespace()),
+		Sources: sources, Log: d.log, Observer: metrics, OnFlow: d.flow,
+	})
+	server := admin.New(admin.Options{
+		Agent: d.agent, Metrics: metrics, Log: d.log, Version: versionString(),
+		Table: func(ctx context.Context) (int, int, error) {
+			n, err := conn.Count(ctx)
+			if err != nil {
+				return 0, 0, err
+			}
+			limit, err := conn.Max(ctx)
+			return n, limit, err
+		},
+		PProf: d.cfg.Admin.Pprof, StatusAnywhere: d.cfg.Admin.StatusAnywhere,
+	})
+	all, err := listen(d.cfg.Admin.Listen)
+	if err != nil {
+		return err
+	}
+	metricsOnly, err := listen(d.cfg.Admin.MetricsListen)
+	if err != nil {
+		return err
+	}
+
+	ctx, cancel := context.WithCancel(ctx)
+	var work sync.WaitGroup
+	defer work.Wait()
+	defer cancel()
+	work.Go(func() {
+		if err := server.Serve(ctx, all, metricsOnly); err != nil {
+			d.log.Error("the admin endpoint ended", "err", err)
+		}
+	})
+	work.Go(func() { d.watchConfig(ctx) })
+	work.Go(func() { d.watchdog(ctx) })
+	d.log.Info("flowsweep runs", "version", versionString(), "dryRun", d.cfg.DryRun, "files", d.cfg.Sources.Static.Files)
+	d.told(d.notify.Ready("waiting for the sources"))
+	err = d.agent.Run(ctx)
+	d.told(d.notify.Stopping())
+	d.log.Info("flowsweep ends")
+	return err
+}
+
+// listen opens a listener for the admin endpoint; the zero address is none.
+func listen(at netip.AddrPort) (net.Listener, error) {
+	if !at.IsValid() {
+		return nil, nil
+	}
+	l, err := net.Listen("tcp", at.String())
+	if err != nil {
+		return nil, fmt.Errorf("admin endpoint: %w; give another address with --listen, or none", err)
+	}
+	return l, nil
+}
+
+func (d *daemon) told(err error) {
+	if err != nil {
+		d.log.Debug("service manager", "err", err)
+	}
+}
+
+// flow notes each stale flow, in the log at debug and in the audit file.
+func (d *daemon) flow(f *conntrack.Flow, v frontend.Verdict, dryRun bool) {
+	if d.log.Enabled(context.Background(), slog.LevelDebug) {
+		d.log.Debug("stale", "flow", f.String(), "verdict", v.String(), "owner", v.Owner)
+	}
+	if err := d.audit.write(f, v, dryRun); err != nil {
+		d.log.Error("the audit file cannot be written; the agent goes on without", "err", err)
+		d.audit.close()
+	}
+}
+
+// watchdog tells the service manager that the agent's loop moves, and how it
+// fares.
+func (d *daemon) watchdog(ctx context.Context) {
+	every := time.Second
+	if w := d.notify.Watchdog(); w > 0 {
+		every = min(every, w/2)
+	}
+	tick := time.NewTicker(every)
+	defer tick.Stop()
+	said := ""
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		if d.agent.Alive() {
+			d.told(d.notify.Alive())
+		}
+		s := d.agent.Status()
+		now := fmt.Sprintf("%d frontends, %d unsettled, %d disagreements", s.Frontends, s.UnsettledTotal, len(s.Disagrees))
+		if !s.Ready {
+			now = "not ready: " + s.NotReady
+		}
+		if now != said {
+			d.told(d.notify.Status(now))
+			said = now
+		}
+	}
+}
+
+// configPoll is how often the configuration file is looked at.
+const configPoll = 2 * time.Second
+
+// watchConfig takes over what can change, on SIGHUP and when the file changes.
+func (d *daemon) watchConfig(ctx context.Context) {
+	hup := make(chan os.Signal, 1)
+	signal.Notify(hup, syscall.SIGHUP)
+	defer signal.Stop(hup)
+	tick := time.NewTicker(configPoll)
+	defer tick.Stop()
+	path := d.flags.config
+	if path == "" {
+		path = defaultConfig
+	}
+	last, _ := os.ReadFile(path)
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-hup:
+			d.told(d.notify.Reloading())
+			last, _ = os.ReadFile(path)
+			d.reload()
+			if err := d.audit.open(d.cfg.Log.AuditFile); err != nil {
+				d.log.Error("the audit file cannot be reopened", "err", err)
+			}
+			d.static.Reload()
+			d.told(d.notify.Ready("configuration read"))
+		case <-tick.C:
+			now, err := os.ReadFile(path)
+			if err != nil || string(now) == string(last) {
+				continue // a file that is away for a moment changes nothing
+			}
+			last = now
+			d.reload()
+		}
+	}
+}
+
+func (d *daemon) reload() {
+	next, err := d.flags.load(d.cmd)
+	if err != nil {
+		d.log.Error("the new configuration is not valid; the old one stays in force", "err", err)
+		return
+	}
+	live, restart := config.Changes(d.cfg, next)
+	if len(restart) > 0 {
+		d.log.Warn("part of the new configuration takes effect with the next start only", "fields", restart)
+	}
+	if len(live) == 0 {
+		return
+	}
+	auditFile := d.cfg.Log.AuditFile
+	d.cfg = config.Merge(d.cfg, next)
+	d.level.Set(d.cfg.Log.Level)
+	if d.cfg.Log.AuditFile != auditFile {
+		if err := d.audit.open(d.cfg.Log.AuditFile); err != nil {
+			d.log.Error("the audit file cannot be opened", "err", err)
+		}
+	}
+	d.static.SetFiles(d.cfg.Sources.Static.Files)
+	d.host.Update(d.cfg.Host.Include, excluded(d.cfg.Host), d.cfg.Host.Addresses)
+	d.agent.Reconfigure(agentConfig(d.cfg))
+	d.log.Info("configuration changed", "fields", live)
+}
+
+// audit is a file of JSON lines, one for each stale flow.
+type audit struct {
+	mu sync.Mutex
+	w  io.WriteCloser // nil: none
+}
+
+// auditLine is what -o jsonl prints of a flow, and when.
+type auditLine struct {
+	Time   time.Time `json:"time"`
+	DryRun bool      `json:"dryRun,omitempty"`
+	row
+}
+
+func (a *audit) open(path string) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.w != nil {
+		_ = a.w.Close()
+		a.w = nil
+	}
+	if path == "" {
+		return nil
+	}
+	f, err := os.OpenFile(filepath.Clean(path), os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o640)
+	if err != nil {
+		return fmt.Errorf("audit file: %w", err)
+	}
+	a.w = f
+	return nil
+}
+
+func (a *audit) write(f *conntrack.Flow, v frontend.Verdict, dryRun bool) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.w == nil {
+		return nil
+	}
+	b, err := json.Marshal(auditLine{time.Now().UTC(), dryRun, newRow(0, f, v)})
+	if err != nil {
+		return err
+	}
+	_, err = a.w.Write(append(b, '\n'))
+	return err
+}
+
+func (a *audit) close() { _ = a.open("") }

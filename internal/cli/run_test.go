@@ -1,0 +1,301 @@
+//go:build linux
+
+package cli
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/flowsweep/flowsweep/internal/testnet"
+	"github.com/flowsweep/flowsweep/internal/testnet/nstest"
+)
+
+// node is a node whose agent is the program itself, as its user runs it: in the
+// node's namespace, with a file of frontends, beside a proxy that the test plays.
+type node struct {
+	t        *testing.T
+	net      *testnet.Star
+	dir      string
+	backends []netip.AddrPort
+	vip      netip.AddrPort
+
+	cmd    *exec.Cmd
+	stderr *lockedBuffer
+}
+
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *lockedBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *lockedBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+func newNode(t *testing.T) *node {
+	t.Helper()
+	n := &node{
+		t: t, dir: t.TempDir(), vip: netip.MustParseAddrPort("203.0.113.10:53"), stderr: &lockedBuffer{},
+		backends: []netip.AddrPort{netip.MustParseAddrPort("198.51.100.11:53"), netip.MustParseAddrPort("198.51.100.12:53")},
+	}
+	n.net = nstest.Star(t,
+		testnet.Leaf{Name: "client", Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}},
+		testnet.Leaf{Name: "backends", Prefixes: []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24")}})
+	for _, b := range n.backends {
+		if err := n.net.Leaf("backends").AddAddr("eth0", netip.PrefixFrom(b.Addr(), 24)); err != nil {
+			t.Fatal(err)
+		}
+		nstest.Echo(t, n.net.Leaf("backends"), b)
+	}
+	n.commit(n.backends[0])
+	n.desire(n.backends[0])
+	n.write("agent.yaml", fmt.Sprintf(`apiVersion: flowsweep.dev/v1alpha1
+kind: AgentConfiguration
+sources: {static: {files: [%q]}}
+settling: {window: 5s, fullPass: 30s}
+stateFile: %q
+log: {level: debug, auditFile: %q}
+admin: {listen: "127.0.0.1:9633"}
+`, n.path("frontends.yaml"), n.path("state.json"), n.path("audit.jsonl")))
+	return n
+}
+
+func (n *node) path(name string) string { return filepath.Join(n.dir, name) }
+
+// write replaces a file at once.
+func (n *node) write(name, content string) {
+	n.t.Helper()
+	if err := os.WriteFile(n.path(name+".new"), []byte(content), 0o600); err != nil {
+		n.t.Fatal(err)
+	}
+	if err := os.Rename(n.path(name+".new"), n.path(name)); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+func (n *node) desire(b netip.AddrPort) {
+	n.t.Helper()
+	n.write("frontends.yaml", fmt.Sprintf(`{"apiVersion":"flowsweep.dev/v1alpha1","kind":"FrontendList","items":[
+ {"name":"dns","protocol":"UDP","addresses":["203.0.113.10"],"ports":"53","backends":[%q]}]}`, b))
+}
+
+func (n *node) commit(b netip.AddrPort) {
+	n.t.Helper()
+	if err := n.net.Router.SetNAT(testnet.Forward{Proto: 17, Dst: n.vip, Backends: []netip.AddrPort{b}}); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// start runs the agent in the node's namespace.
+func (n *node) start() {
+	n.t.Helper()
+	// Not bound to the test's context: stop and kill end it.
+	n.cmd = program(n.t, "run", "--config", n.path("agent.yaml"))
+	n.cmd.Stderr = n.stderr
+	n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := n.net.Router.Do(n.cmd.Start); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+func (n *node) end(sig syscall.Signal) error {
+	n.t.Helper()
+	if err := n.cmd.Process.Signal(sig); err != nil {
+		n.t.Fatal(err)
+	}
+	return n.cmd.Wait()
+}
+
+// get asks the admin endpoint, which listens on the loopback of the namespace.
+func (n *node) get(path string) (int, string) {
+	tr := &http.Transport{DialContext: func(context.Context, string, string) (c net.Conn, err error) {
+		err = n.net.Router.Do(func() error {
+			c, err = net.DialTCP("tcp", nil, &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 9633})
+			return err
+		})
+		return c, err
+	}}
+	defer tr.CloseIdleConnections()
+	resp, err := (&http.Client{Transport: tr, Timeout: 5 * time.Second}).Get("http://agent" + path)
+	if err != nil {
+		return 0, err.Error()
+	}
+	defer resp.Body.Close()
+	b, _ := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(b)
+}
+
+func (n *node) await(what string, cond func() bool) {
+	n.t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); !cond(); time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			_, status := n.get("/statusz")
+			n.t.Fatalf("%s: not in time\n%s\n%s", what, status, n.stderr)
+		}
+	}
+}
+
+func (n *node) ready() {
+	n.t.Helper()
+	n.await("ready", func() bool { code, _ := n.get("/readyz"); return code == http.StatusOK })
+}
+
+func (n *node) answered(s *testnet.Sender, by netip.AddrPort) {
+	n.t.Helper()
+	ctx, cancel := context.WithTimeout(n.t.Context(), 40*time.Second)
+	defer cancel()
+	if _, err := s.Await(ctx, by); err != nil {
+		n.t.Fatalf("no answer from %s: %v\n%s", by, err, n.stderr)
+	}
+}
+
+func TestRun(t *testing.T) {
+	n := newNode(t)
+	s := nstest.Send(t, n.net.Leaf("client"), netip.AddrPort{}, n.vip, 20*time.Millisecond)
+	n.answered(s, n.backends[0])
+	n.start()
+	n.ready()
+
+	// A change of the file, with the proxy behind and ahead of it.
+	n.desire(n.backends[1])
+	time.Sleep(time.Second)
+	n.commit(n.backends[1])
+	n.answered(s, n.backends[1])
+	n.commit(n.backends[0])
+	n.desire(n.backends[0])
+	n.answered(s, n.backends[0])
+	if code, body := n.get("/metrics"); code != 200 || !strings.Contains(body, `flowsweep_deleted_flows_total{family="ipv4",frontend_kind="static",reason="backend-gone"}`) {
+		t.Errorf("%d %s", code, body)
+	}
+	audit, err := os.ReadFile(n.path("audit.jsonl"))
+	if err != nil || !bytes.Contains(audit, []byte(`"verdict":"delete","reason":"backend-gone","frontend":"203.0.113.10:53/UDP"`)) {
+		t.Errorf("audit: %s, %v", audit, err)
+	}
+
+	// Garbage for a state and for a configuration: what was known stays in force.
+	n.write("frontends.yaml", "}{ garbage")
+	n.write("agent.yaml", "kind: Nonsense")
+	n.await("both faults are told", func() bool {
+		return strings.Contains(n.stderr.String(), "source has a fault") &&
+			strings.Contains(n.stderr.String(), "the old one stays in force")
+	})
+	if code, body := n.get("/livez"); code != 200 {
+		t.Errorf("%d %s", code, body)
+	}
+	if tally, err := s.Sample(t.Context(), 50); err != nil || tally.From[n.backends[0]] != tally.Sent {
+		t.Errorf("during the faults: %s, %v", tally, err)
+	}
+	n.desire(n.backends[1])
+	n.commit(n.backends[1])
+	n.answered(s, n.backends[1])
+
+	if err := n.end(syscall.SIGTERM); err != nil {
+		t.Errorf("SIGTERM: %v\n%s", err, n.stderr)
+	}
+	if b, err := os.ReadFile(n.path("state.json")); err != nil || !bytes.Contains(b, []byte(`"owner":"dns"`)) {
+		t.Errorf("state file: %s, %v", b, err)
+	}
+}
+
+// The agent is killed at random moments while backends change: flows that are
+// right are never touched, and at the end all is repaired. A second sender's
+// backend never changes: none of its datagrams may be lost.
+func TestKilled(t *testing.T) {
+	length := 20 * time.Second
+	if s := os.Getenv("FLOWSWEEP_KILL_FOR"); s != "" {
+		var err error
+		if length, err = time.ParseDuration(s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n := newNode(t)
+	steady := netip.MustParseAddrPort("203.0.113.20:53")
+	rules := func(b netip.AddrPort) {
+		t.Helper()
+		err := n.net.Router.SetNAT(testnet.Forward{Proto: 17, Dst: n.vip, Backends: []netip.AddrPort{b}},
+			testnet.Forward{Proto: 17, Dst: steady, Backends: n.backends[:1]})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	desire := func(b netip.AddrPort) {
+		n.write("frontends.yaml", fmt.Sprintf(`{"apiVersion":"flowsweep.dev/v1alpha1","kind":"FrontendList","items":[
+ {"name":"dns","protocol":"UDP","addresses":["203.0.113.10"],"ports":"53","backends":[%q]},
+ {"name":"steady","protocol":"UDP","addresses":["203.0.113.20"],"ports":"53","backends":[%q]}]}`, b, n.backends[0]))
+	}
+	rules(n.backends[0])
+	desire(n.backends[0])
+	moved := nstest.Send(t, n.net.Leaf("client"), netip.AddrPort{}, n.vip, 20*time.Millisecond)
+	kept := nstest.Send(t, n.net.Leaf("client"), netip.AddrPort{}, steady, 20*time.Millisecond)
+	n.answered(moved, n.backends[0])
+	n.answered(kept, n.backends[0])
+	last, kills := n.backends[0], 0
+	for end := time.Now().Add(length); time.Now().Before(end); kills++ {
+		n.start()
+		time.Sleep(time.Duration(rand.IntN(1500)) * time.Millisecond)
+		if last = n.backends[0]; kills%2 == 0 {
+			last = n.backends[1]
+		}
+		desire(last)
+		time.Sleep(time.Duration(rand.IntN(500)) * time.Millisecond)
+		rules(last)
+		time.Sleep(time.Duration(rand.IntN(500)) * time.Millisecond)
+		_ = n.end(syscall.SIGKILL)
+	}
+	n.start()
+	n.ready()
+	n.answered(moved, last)
+	if tally, err := moved.Sample(t.Context(), 50); err != nil || tally.From[last] != tally.Sent {
+		t.Errorf("at the end %s, %v", tally, err)
+	}
+	if tally, err := kept.Sample(t.Context(), 1); err != nil {
+		t.Fatal(tally, err)
+	}
+	lost := 0
+	for _, p := range kept.Timeline(time.Second) {
+		lost += p.Lost
+	}
+	if lost > 0 {
+		t.Errorf("the sender whose flow was right all along lost %d datagrams", lost)
+	}
+	t.Logf("killed %d times", kills)
+	_ = n.end(syscall.SIGTERM)
+}
+
+// A state file that cannot be written is told, and keeps nothing from running.
+func TestStateFileUnwritable(t *testing.T) {
+	n := newNode(t)
+	cfg, err := os.ReadFile(n.path("agent.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.write("agent.yaml", strings.Replace(string(cfg), n.path("state.json"), "/proc/nowhere/state.json", 1))
+	n.start()
+	n.ready()
+	n.await("told", func() bool { return strings.Contains(n.stderr.String(), "the state file cannot be written") })
+	if err := n.end(syscall.SIGTERM); err != nil {
+		t.Error(err)
+	}
+}
