@@ -2,7 +2,7 @@
 
 GO       ?= go
 BIN      := $(CURDIR)/bin
-VERSION  ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
+VERSION  ?= $(shell git describe --tags --always --dirty --abbrev=12 2>/dev/null || echo devel)
 LDFLAGS  := -X github.com/flowsweep/flowsweep/internal/cli.version=$(VERSION)
 
 TESTFLAGS ?=
@@ -12,10 +12,14 @@ BENCHTIME ?= 1x
 # 64 bits hide.
 PLATFORMS ?= darwin/arm64 windows/amd64 linux/arm64 linux/386
 
+# Of the packages; the program runs on every Linux that Go knows.
+ARCHES ?= amd64 arm64
+
 LINT := $(BIN)/golangci-lint
+NFPM := $(BIN)/nfpm
 export GOLANGCI_LINT_CACHE := $(BIN)/lint-cache
 
-.PHONY: help build test race cover lint fmt fuzz bench cross clean
+.PHONY: help build test race cover lint fmt fuzz bench cross package clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +47,7 @@ lint: $(LINT) ## the linters, for Linux and for macOS
 fmt: $(LINT) ## format the code as the linters want it
 	$(LINT) fmt ./...
 
-fuzz: ## each fuzz target for FUZZTIME (30s)
+fuzz: ## each fuzz target for FUZZTIME (30s, or 20000x: so many runs)
 	@list=$$($(GO) test -list '^Fuzz' ./...) || { echo "$$list"; exit 1; }; \
 	echo "$$list" | awk '/^Fuzz/ { f[++n] = $$1 } /^ok/ { while (n) print $$2, f[n--] }' | \
 	while read -r pkg target; do \
@@ -61,6 +65,10 @@ cross: ## build and vet for PLATFORMS
 		$(GO) build -o /dev/null ./cmd/flowsweep && $(GO) vet ./... || exit 1; \
 	done
 
+package: $(NFPM) ## bin/packages/*.deb and *.rpm for ARCHES (amd64 arm64)
+	rm -rf $(BIN)/packages
+	GO='$(GO)' NFPM=$(NFPM) VERSION=$(VERSION) deploy/package/build $(BIN)/packages $(ARCHES)
+
 clean: ## remove bin/
 	rm -rf $(BIN)
 
@@ -68,3 +76,7 @@ clean: ## remove bin/
 $(LINT): tools/go.mod tools/go.sum
 	$(GO) -C tools build -o $(LINT) github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 	@touch $(LINT)
+
+$(NFPM): tools/nfpm/go.mod tools/nfpm/go.sum
+	$(GO) -C tools/nfpm build -o $(NFPM) github.com/goreleaser/nfpm/v2/cmd/nfpm
+	@touch $(NFPM)
