@@ -7,7 +7,9 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"os/exec"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -45,13 +47,53 @@ func (s told) Run(ctx context.Context, sink source.Sink) error {
 
 // bed is a node with an agent beside a proxy, a client and three backends.
 type bed struct {
-	t     *testing.T
-	net   *testnet.Star
-	agent *agent.Agent
-	sink  source.Sink
+	t      *testing.T
+	net    *testnet.Star
+	agent  *agent.Agent
+	sink   source.Sink
+	commit func(backends ...netip.AddrPort) // the proxy: it writes rules
 }
 
-func newBed(t *testing.T, window time.Duration) *bed {
+// proxies are the ways in which rules get into the kernel.
+var proxies = map[string]func(b *bed) func(...netip.AddrPort){
+	"nft": func(b *bed) func(...netip.AddrPort) {
+		return func(backends ...netip.AddrPort) {
+			b.t.Helper()
+			if err := b.net.Router.SetNAT(testnet.Forward{Proto: conntrack.UDP, Dst: vip, Backends: backends}); err != nil {
+				b.t.Fatal(err)
+			}
+		}
+	},
+	"iptables-nft": func(b *bed) func(...netip.AddrPort) {
+		restore, err := exec.LookPath("iptables-nft-restore")
+		if err != nil {
+			if os.Getenv(nstest.RequireEnv) == "1" {
+				b.t.Fatal(err)
+			}
+			b.t.Skip("needs the package iptables: ", err)
+		}
+		return func(backends ...netip.AddrPort) {
+			b.t.Helper()
+			rules := "*nat\n:PREROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n:POSTROUTING ACCEPT [0:0]\n"
+			for _, to := range backends {
+				rules += fmt.Sprintf("-A PREROUTING -d %s/32 -p udp --dport %d -j DNAT --to-destination %s\n", vip.Addr(), vip.Port(), to)
+			}
+			cmd := exec.CommandContext(b.t.Context(), restore)
+			cmd.Stdin = strings.NewReader(rules + "COMMIT\n")
+			if err := b.net.Router.Do(func() error {
+				out, err := cmd.CombinedOutput()
+				if err != nil {
+					err = fmt.Errorf("%w: %s", err, out)
+				}
+				return err
+			}); err != nil {
+				b.t.Fatal(err)
+			}
+		}
+	},
+}
+
+func newBed(t *testing.T, proxy string, window time.Duration) *bed {
 	t.Helper()
 	b := &bed{t: t}
 	b.net = nstest.Star(t,
@@ -63,6 +105,7 @@ func newBed(t *testing.T, window time.Duration) *bed {
 		}
 		nstest.Echo(t, b.net.Leaf("backends"), a)
 	}
+	b.commit = proxies[proxy](b)
 	b.commit(b1)
 	conn, err := conntrack.Dial(conntrack.Config{NetNS: b.net.Router.Path()})
 	if err != nil {
@@ -101,14 +144,6 @@ func dns(backends ...netip.AddrPort) []frontend.Frontend {
 		Owner: "dns", Kind: frontend.ClusterIP, Proto: conntrack.UDP, Addr: vip.Addr(), Ports: frontend.Port(vip.Port()),
 		Valid: frontend.NewBackends(backends...), Usable: len(backends),
 	}}
-}
-
-// commit is the proxy: it writes rules.
-func (b *bed) commit(backends ...netip.AddrPort) {
-	b.t.Helper()
-	if err := b.net.Router.SetNAT(testnet.Forward{Proto: conntrack.UDP, Dst: vip, Backends: backends}); err != nil {
-		b.t.Fatal(err)
-	}
 }
 
 func (b *bed) await(cond func(agent.Status) bool) {
@@ -157,15 +192,16 @@ func TestProxyCommits(t *testing.T) {
 			time.Sleep(3 * time.Second)
 			b.commit(b2)
 		}},
-		{"wrongly, and rightly 5 s later", func(b *bed) {
+		{"wrongly, and rightly 20 s later", func(b *bed) {
 			b.sink.Set("dns", dns(b2))
 			b.commit(b3)
-			time.Sleep(5 * time.Second)
+			time.Sleep(20 * time.Second)
 			b.commit(b2)
 		}},
 	} {
-		t.Run(tc.name, func(t *testing.T) {
-			b := newBed(t, 20*time.Second)
+		eachProxy(t, tc.name, func(t *testing.T, proxy string) {
+			t.Parallel()
+			b := newBed(t, proxy, 25*time.Second)
 			s := b.sender()
 			tc.proxy(b)
 			committed := time.Now()
@@ -178,10 +214,23 @@ func TestProxyCommits(t *testing.T) {
 	}
 }
 
+func eachProxy(t *testing.T, name string, f func(t *testing.T, proxy string)) {
+	for proxy := range proxies {
+		t.Run(name+"/"+proxy, func(t *testing.T) { f(t, proxy) })
+	}
+}
+
 // A proxy that never commits: the flow is swept now and then, not without end,
 // and that is reported.
 func TestProxyNeverCommits(t *testing.T) {
-	b := newBed(t, 5*time.Second)
+	eachProxy(t, "never", func(t *testing.T, proxy string) {
+		t.Parallel()
+		neverCommits(newBed(t, proxy, 5*time.Second))
+	})
+}
+
+func neverCommits(b *bed) {
+	t := b.t
 	s := b.sender()
 	b.sink.Set("dns", dns(b2))
 	b.await(func(st agent.Status) bool { return len(st.Disagrees) == 1 })
@@ -201,7 +250,11 @@ func TestMeasureRepair(t *testing.T) {
 	if n, err := fmt.Sscan(os.Getenv("FLOWSWEEP_MEASURE"), &rounds); n != 1 && os.Getenv("FLOWSWEEP_MEASURE") != "" {
 		t.Fatal(err)
 	}
-	b := newBed(t, 20*time.Second)
+	eachProxy(t, "repair", func(t *testing.T, proxy string) { measureRepair(newBed(t, proxy, 20*time.Second), rounds) })
+}
+
+func measureRepair(b *bed, rounds int) {
+	t := b.t
 	s := b.sender()
 	var took []time.Duration
 	from, to := b1, b2

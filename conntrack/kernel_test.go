@@ -488,6 +488,36 @@ func TestDumpAbandoned(t *testing.T) {
 	}
 }
 
+// Sockets that are closed under the Conn fail one request and are replaced.
+func TestSocketClosedUnderIt(t *testing.T) {
+	c := table(t)
+	fill(t, c, numbered(IPv4, UDP, 1))
+	null, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(null)
+	for _, s := range []*socket{c.dump, c.ask} { // another file in their place, so that no number is used twice
+		if err := unix.Dup3(null, s.fd, unix.O_CLOEXEC); err != nil {
+			t.Fatal(err)
+		}
+	}
+	flows, err := c.List(t.Context(), Filter{})
+	if err == nil || len(flows) != 0 {
+		t.Errorf("%d flows, %v from /dev/null", len(flows), err)
+	}
+	flows, err = c.List(t.Context(), Filter{})
+	if err != nil || len(flows) != 1 {
+		t.Fatalf("%d flows, %v", len(flows), err)
+	}
+	if res, err := c.Delete(t.Context(), flows...); err == nil {
+		t.Errorf("deleted %+v by /dev/null", res)
+	}
+	if res, err := c.Delete(t.Context(), flows...); err != nil || res.Deleted != 1 {
+		t.Errorf("%+v, %v", res, err)
+	}
+}
+
 // The size of the hash table is the host's, so the test plays the resize.
 func TestDumpResized(t *testing.T) {
 	c := table(t)
