@@ -180,7 +180,7 @@ func TestMemory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := min(100_000, limit/4)
+	n := min(100_000, limit/4) / 10 * 10
 	for i := range n {
 		backend := "198.51.100.11"
 		if i%10 == 0 {
