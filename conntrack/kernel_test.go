@@ -4,6 +4,7 @@ package conntrack
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -17,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flowsweep/flowsweep/internal/testnet/nstest"
+	"github.com/flowsweep/flowsweep/internal/uapi"
 )
 
 func TestMain(m *testing.M) { nstest.Main(m) }
@@ -758,6 +760,39 @@ func TestStream(t *testing.T) {
 			}
 			if n != tc.flows || !errors.Is(last, tc.want) {
 				t.Errorf("%d flows, error %v; want %d, %v", n, last, tc.flows, tc.want)
+			}
+		})
+	}
+}
+
+// A kernel without ctnetlink answers EINVAL to everything (nfnetlink_rcv_msg
+// knows no subsystem of that number); one that dislikes a filter does not.
+func TestNoCtnetlink(t *testing.T) {
+	for name, tc := range map[string]struct {
+		stats uint32 // errno of the answer to a request for statistics
+		want  bool
+	}{"no ctnetlink": {uint32(unix.EINVAL), true}, "a filter that is disliked": {0, false}} {
+		t.Run(name, func(t *testing.T) {
+			peer := func(errno uint32) *socket {
+				pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { _ = unix.Close(pair[1]) })
+				var m message
+				m.begin(uapi.MsgError, 0, 1, 0)
+				m.b = binary.NativeEndian.AppendUint32(m.b[:uapi.SizeofNlMsghdr], -errno)
+				m.end()
+				if _, err := unix.Write(pair[1], m.b); err != nil {
+					t.Fatal(err)
+				}
+				return &socket{fd: pair[0], buf: make([]byte, recvBuf)}
+			}
+			c := &Conn{dump: peer(uint32(unix.EINVAL)), ask: peer(tc.stats), features: &Features{}, buckets: func() int { return 1 }}
+			defer c.Close()
+			_, err := c.List(t.Context(), Filter{})
+			if !errors.Is(err, unix.EINVAL) || errors.Is(err, ErrNoCtnetlink) != tc.want {
+				t.Errorf("%v, want ErrNoCtnetlink: %v", err, tc.want)
 			}
 		})
 	}

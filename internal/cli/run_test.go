@@ -286,16 +286,41 @@ func TestKilled(t *testing.T) {
 
 // A state file that cannot be written is told, and keeps nothing from running.
 func TestStateFileUnwritable(t *testing.T) {
-	n := newNode(t)
-	cfg, err := os.ReadFile(n.path("agent.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	n.write("agent.yaml", strings.Replace(string(cfg), n.path("state.json"), "/proc/nowhere/state.json", 1))
-	n.start()
-	n.ready()
-	n.await("told", func() bool { return strings.Contains(n.stderr.String(), "the state file cannot be written") })
-	if err := n.end(syscall.SIGTERM); err != nil {
-		t.Error(err)
+	for name, tc := range map[string]struct{ before, want string }{
+		"directory missing":   {"true", "no such file or directory"},
+		"directory full":      {"mkdir $DIR && mount -t tmpfs -o size=4k none $DIR && head -c 4096 /dev/zero >$DIR/full", "no space left on device"},
+		"directory read-only": {"mkdir $DIR && mount -t tmpfs -o ro none $DIR", "read-only file system"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t)
+			cfg, err := os.ReadFile(n.path("agent.yaml"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			n.write("agent.yaml", strings.Replace(string(cfg), n.path("state.json"), n.path("state/state.json"), 1))
+			run := program(t, "run", "--config", n.path("agent.yaml"))
+			n.cmd = exec.CommandContext(t.Context(), "sh", "-c", tc.before+` && exec "$0" "$@"`)
+			n.cmd.Args = append(n.cmd.Args, run.Args...)
+			n.cmd.Env = append(run.Env, "DIR="+n.path("state"))
+			n.cmd.Stderr = n.stderr
+			// Mounts are the process's own and gone with it.
+			n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Unshareflags: syscall.CLONE_NEWNS}
+			if err := n.net.Router.Do(n.cmd.Start); err != nil {
+				t.Fatal(err)
+			}
+			n.ready()
+			n.await("told", func() bool {
+				log := n.stderr.String()
+				return strings.Contains(log, "the state file cannot be written") && strings.Contains(log, tc.want)
+			})
+			s := nstest.Send(t, n.net.Leaf("client"), netip.AddrPort{}, n.vip, 20*time.Millisecond)
+			n.answered(s, n.backends[0])
+			n.desire(n.backends[1])
+			n.commit(n.backends[1])
+			n.answered(s, n.backends[1])
+			if err := n.end(syscall.SIGTERM); err != nil {
+				t.Error(err)
+			}
+		})
 	}
 }
