@@ -49,6 +49,7 @@ type step struct {
 	Wrongly  bool          // it first writes something else
 	Restart  bool          // the agent is killed and comes back
 	Fault    error         // of the kernel, for the next second
+	Full     bool          // the table takes no new flow for the next five seconds
 	Resync   bool          // the source delivers everything anew
 }
 
@@ -65,6 +66,7 @@ func genStep(t *rapid.T) step {
 		Commit:  ms("commit", 20_000),
 		Twice:   rapid.Bool().Draw(t, "twice"),
 		Wrongly: rapid.IntRange(0, 3).Draw(t, "wrongly") == 0,
+		Full:    rapid.IntRange(0, 5).Draw(t, "full") == 0,
 		Restart: rapid.IntRange(0, 5).Draw(t, "restart") == 0,
 		Resync:  rapid.IntRange(0, 5).Draw(t, "resync") == 0,
 	}
@@ -115,6 +117,7 @@ type world struct {
 	ever      map[int]bool   // told at some time
 	fault     error
 	faultTill time.Time
+	fullTill  time.Time
 	deletes   map[conntrack.Tuple][]time.Time
 	walks     int
 	wrong     error // an invariant that does not hold
@@ -127,6 +130,13 @@ func newWorld(trusted bool) *world {
 		trusted: trusted, rules: map[int][]byte{}, flows: map[conntrack.Tuple]conntrack.Flow{},
 		known: map[int][]byte{}, ever: map[int]bool{}, deletes: map[conntrack.Tuple][]time.Time{},
 	}
+}
+
+// deleted returns how many tuples were deleted.
+func (w *world) deleted() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return len(w.deletes)
 }
 
 func (w *world) fail(format string, args ...any) {
@@ -144,7 +154,7 @@ func (w *world) send(service, sender int) {
 		Src: netip.AddrFrom4([4]byte{192, 0, 2, byte(sender)}), SrcPort: 4000,
 		Dst: dst.Addr(), DstPort: dst.Port(),
 	}
-	if _, ok := w.flows[o]; ok {
+	if _, ok := w.flows[o]; ok || time.Now().Before(w.fullTill) { // a packet that gets no flow is dropped
 		return
 	}
 	to := dst
@@ -381,6 +391,11 @@ func simulate(t *testing.T, script []step, trusted bool) error {
 	for _, st := range script {
 		time.Sleep(st.After)
 		r.truth[st.Service] = st.Backends
+		if st.Full {
+			w.mu.Lock()
+			w.fullTill = time.Now().Add(5 * time.Second)
+			w.mu.Unlock()
+		}
 		if st.Fault != nil {
 			w.mu.Lock()
 			w.fault, w.faultTill = st.Fault, time.Now().Add(time.Second)
@@ -584,4 +599,62 @@ func TestDay(t *testing.T) {
 			t.Error(w.wrong)
 		}
 	})
+}
+
+// A source that loses more than half of its frontends at once is held: nothing
+// is deleted for it until that has lasted, and nothing at all if they come back.
+func TestShrinkHold(t *testing.T) {
+	for name, back := range map[string]bool{"confirmed by time": false, "they come back": true} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(true)
+				src := &simSource{w: w, sinks: make(chan source.Sink, 1)}
+				a := New(Options{
+					Conn: w, Ruleset: w, Sources: []source.Source{src},
+					Config: Config{
+						Policy: frontend.DefaultPolicy, Window: simWindow, FullPass: time.Hour, WalkBudget: 0.1,
+						ShrinkHold: time.Minute, ShrinkMinimum: 2,
+					},
+				})
+				r := &simRun{w: w, truth: map[int][]byte{}}
+				for s := range simServices {
+					r.truth[s] = []byte{1}
+					w.commit(s, []byte{1})
+					w.send(s, 1)
+				}
+				ctx, cancel := context.WithCancel(t.Context())
+				var work sync.WaitGroup
+				work.Go(func() { _ = a.Run(ctx) })
+				r.sink = <-src.sinks
+				r.resync()
+				time.Sleep(2 * simWindow)
+
+				whole := maps.Clone(r.truth)
+				delete(r.truth, 1)
+				delete(r.truth, 2)
+				r.resync()
+				time.Sleep(50 * time.Second)
+				if held, n := a.Status().Sources[0].Held, w.deleted(); held == "" || n != 0 {
+					t.Errorf("held %q, %d flows deleted", held, n)
+				}
+				if back {
+					r.truth = whole
+					r.resync()
+				}
+				time.Sleep(2 * simWindow)
+				want := 2
+				if back {
+					want = 0
+				}
+				if held, n := a.Status().Sources[0].Held, w.deleted(); held != "" || n != want {
+					t.Errorf("held %q, %d flows deleted, want %d", held, n, want)
+				}
+				cancel()
+				work.Wait()
+				if w.wrong != nil {
+					t.Error(w.wrong)
+				}
+			})
+		})
+	}
 }
