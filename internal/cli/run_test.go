@@ -14,6 +14,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -284,6 +285,44 @@ func TestKilled(t *testing.T) {
 	_ = n.end(syscall.SIGTERM)
 }
 
+// What can change at run time does so when the file changes and on SIGHUP, and
+// what cannot is said. A damaged state file is ignored, and told.
+func TestConfigTakenOver(t *testing.T) {
+	n := newNode(t)
+	n.write("state.json", `{"version":1,"frontends":[{"addr":"203`)
+	n.start()
+	n.ready()
+	if log := n.stderr.String(); !strings.Contains(log, "the state file is ignored") || !strings.Contains(log, n.path("state.json")) {
+		t.Errorf("the damaged state file is not told:\n%s", log)
+	}
+	cfg, err := os.ReadFile(n.path("agent.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	dry := string(cfg) + "dryRun: true\nzones: [0, 5]\n"
+	n.write("agent.yaml", dry)
+	n.await("taken over by itself", func() bool {
+		_, status := n.get("/statusz")
+		return strings.Contains(status, `"dryRun": true`) && strings.Contains(n.stderr.String(), "takes effect with the next start only")
+	})
+	s := nstest.Send(t, n.net.Leaf("client"), netip.AddrPort{}, n.vip, 20*time.Millisecond)
+	n.answered(s, n.backends[0])
+	n.desire(n.backends[1])
+	n.commit(n.backends[1])
+	n.await("found", func() bool { return strings.Contains(n.stderr.String(), "found stale") })
+	if tally, err := s.Sample(t.Context(), 25); err != nil || tally.From[n.backends[0]] != tally.Sent {
+		t.Errorf("in a dry run %s, %v", tally, err)
+	}
+	n.write("agent.yaml", string(cfg))
+	if err := n.cmd.Process.Signal(syscall.SIGHUP); err != nil {
+		t.Fatal(err)
+	}
+	n.answered(s, n.backends[1]) // by the next pass: a change, or the full one after 30 s
+	if err := n.end(syscall.SIGTERM); err != nil {
+		t.Error(err)
+	}
+}
+
 // A state file that cannot be written is told, and keeps nothing from running.
 func TestStateFileUnwritable(t *testing.T) {
 	for name, tc := range map[string]struct{ before, want string }{
@@ -301,7 +340,7 @@ func TestStateFileUnwritable(t *testing.T) {
 			run := program(t, "run", "--config", n.path("agent.yaml"))
 			n.cmd = exec.CommandContext(t.Context(), "sh", "-c", tc.before+` && exec "$0" "$@"`)
 			n.cmd.Args = append(n.cmd.Args, run.Args...)
-			n.cmd.Env = append(run.Env, "DIR="+n.path("state"))
+			n.cmd.Env = slices.Concat(run.Env, []string{"DIR=" + n.path("state")})
 			n.cmd.Stderr = n.stderr
 			// Mounts are the process's own and gone with it.
 			n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Unshareflags: syscall.CLONE_NEWNS}
