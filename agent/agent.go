@@ -114,7 +114,6 @@ type Agent struct {
 	ready     bool      // all sources complete and a first pass done
 	lastFull  time.Time
 	lastPass  *Pass
-	running   bool
 	budget    float64 // seconds of walking that may be spent now
 	budgetAt  time.Time
 	failures  int // in a row
@@ -340,7 +339,6 @@ func (a *Agent) plan(busy bool) (*job, time.Duration) {
 func (a *Agent) begin(j *job, gen uint32) {
 	j.gen = gen
 	a.watches.begin(j.keys, j.start, gen)
-	a.running = true
 }
 
 // poll is how long to wait before the ruleset's generation is asked for again: a
@@ -486,7 +484,6 @@ const graveTime = time.Hour
 // finish takes over the outcome of a pass.
 func (a *Agent) finish(p Pass) {
 	a.mu.Lock()
-	a.running = false
 	a.lastPass = &p
 	switch {
 	case p.Err == nil:

@@ -34,7 +34,6 @@ type savedEntry struct {
 	Last  uint16     `json:"last"`
 	Owner string     `json:"owner"`
 	Kind  string     `json:"kind"`
-	Gone  *time.Time `json:"gone,omitempty"`
 }
 
 func (e savedEntry) tombstone() (frontend.Tombstone, bool) {
@@ -147,11 +146,7 @@ func (a *Agent) save() {
 		s.Frontends = append(s.Frontends, saveEntry(t))
 	}
 	for _, t := range a.table.Tombstones() {
-		e := saveEntry(t)
-		if gone, ok := a.graves[t.Key]; ok {
-			e.Gone = &gone
-		}
-		s.Tombstones = append(s.Tombstones, e)
+		s.Tombstones = append(s.Tombstones, saveEntry(t))
 	}
 	a.mu.Unlock()
 	err := writeState(file, &s)

@@ -2,6 +2,7 @@ package agent
 
 import (
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/flowsweep/flowsweep/conntrack"
@@ -113,11 +114,7 @@ func mergeSuspect(list []frontend.Suspect, s frontend.Suspect) []frontend.Suspec
 			continue
 		}
 		for _, b := range s.Lost {
-			known := false
-			for _, k := range list[i].Lost {
-				known = known || k == b
-			}
-			if !known {
+			if !slices.Contains(list[i].Lost, b) {
 				list[i].Lost = append(list[i].Lost, b)
 			}
 		}
