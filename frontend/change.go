@@ -18,7 +18,7 @@ const (
 	CauseFirstBackend
 	// CauseGone: translated flows to a frontend that is gone.
 	CauseGone
-	// CauseNew: all flows, which were nobody's until now.
+	// CauseNew: all flows, which were nobody's, or not to be deleted, until now.
 	CauseNew
 )
 
@@ -45,10 +45,12 @@ type Change struct {
 	// Hosts are addresses that this host got or lost, or on which node ports are
 	// now served otherwise: all flows to them are suspect.
 	Hosts []netip.Addr
+	// Ranges are new service ranges: all flows to addresses in them are suspect.
+	Ranges []netip.Prefix
 }
 
 // Empty tells whether nothing became suspect.
-func (c *Change) Empty() bool { return len(c.Suspects) == 0 && len(c.Hosts) == 0 }
+func (c *Change) Empty() bool { return len(c.Suspects)+len(c.Hosts)+len(c.Ranges) == 0 }
 
 // Add makes c the union of both changes, the order of their suspects kept.
 func (c *Change) Add(o Change) {
@@ -58,6 +60,7 @@ func (c *Change) Add(o Change) {
 			c.Hosts = append(c.Hosts, a)
 		}
 	}
+	c.Ranges = append(c.Ranges, o.Ranges...)
 }
 
 // ours tells whether one of the claims is not a foreign proxy's.
@@ -70,6 +73,26 @@ func usable(claims []claim) bool {
 	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign && c.Usable > 0 })
 }
 
+// allows returns what may be deleted of the flows to all of the claims, at least
+// one of which is ours, under a policy.
+func allows(claims []claim, policy Sweep) Sweep {
+	least := All
+	for _, c := range claims {
+		if !c.Foreign {
+			least = min(least, c.sweep(policy))
+		}
+	}
+	return least
+}
+
+// sweep returns what may be deleted of the frontend's flows under a policy.
+func (f *Frontend) sweep(policy Sweep) Sweep {
+	if f.Sweep != nil {
+		return *f.Sweep
+	}
+	return policy
+}
+
 // compare adds what the step from one set of claims to the other makes suspect
 // at a key. Each key counts by itself, which is enough though several keys may
 // match one flow: a flow is kept by the union of what they say, so that it can
@@ -79,13 +102,13 @@ func usable(claims []claim) bool {
 // For the same reason node ports, host ports and the others count apart: at one
 // address a node port may be served where a host port is not, so that the claim
 // of one kind is no substitute for that of another.
-func (c *Change) compare(k Key, before, after []claim) {
+func (c *Change) compare(k Key, policy Sweep, before, after []claim) {
 	for _, class := range []func(claim) bool{
 		func(x claim) bool { return x.Kind == NodePort },
 		func(x claim) bool { return x.Kind == HostPort },
 		func(x claim) bool { return x.Kind != NodePort && x.Kind != HostPort },
 	} {
-		c.compareClass(k, only(before, class), only(after, class))
+		c.compareClass(k, policy, only(before, class), only(after, class))
 	}
 }
 
@@ -98,7 +121,7 @@ func only(claims []claim, class func(claim) bool) (list []claim) {
 	return list
 }
 
-func (c *Change) compareClass(k Key, before, after []claim) {
+func (c *Change) compareClass(k Key, policy Sweep, before, after []claim) {
 	was, is := ours(before), ours(after)
 	s := Suspect{Key: k}
 	if is {
@@ -108,7 +131,7 @@ func (c *Change) compareClass(k Key, before, after []claim) {
 		s.Owner, s.Kind = before[0].Owner, before[0].Kind
 	}
 	switch {
-	case !was && is:
+	case !was && is, is && allows(after, policy) > allows(before, policy):
 		s.Cause = CauseNew
 		c.Suspects = append(c.Suspects, s)
 		return

@@ -65,7 +65,7 @@ func (t *Table) Explain(f *conntrack.Flow) (Verdict, []string) {
 	case FrontendGone:
 		say("it is still translated for a frontend that is gone")
 	case ByPolicy:
-		say("it is stale, but it was answered, and the policy for %s is %q: established flows are left", name, sweep)
+		say("it is stale, but the policy that counts for it leaves it: \"off\" leaves all, \"unreplied\" what was answered")
 	}
 	return v, steps
 }
@@ -103,6 +103,9 @@ func (x *explainer) claim(f *Frontend, c certainty) {
 	}
 	x.say("it matches the %s %s of %s%s: valid backends %s, %d usable for new flows",
 		f.Kind, f.Key(), f.Owner, note, f.Valid, f.Usable)
+	if f.Sweep != nil {
+		x.say("that service has its own policy for the protocol: %q", *f.Sweep)
+	}
 }
 
 func (x *explainer) unserved(f *Frontend) {
@@ -110,6 +113,13 @@ func (x *explainer) unserved(f *Frontend) {
 		return
 	}
 	x.say("the %s %s of %s has its port but is not served on this address", f.Kind, f.Key(), f.Owner)
+}
+
+func (x *explainer) orphan(r *serviceRange) {
+	if x == nil {
+		return
+	}
+	x.say("it is in the %s, and no service has that address and port", r.owner)
 }
 
 func (x *explainer) tombstone(owner string, k Kind) {

@@ -76,6 +76,10 @@ type Frontend struct {
 	Valid Backends
 	// Usable is how many backends the proxy would choose from for a new flow.
 	Usable int
+	// Sweep, if set, is what may be deleted of its stale flows, instead of what
+	// the policy says of its protocol. Where several frontends match a flow, the
+	// one that allows least counts.
+	Sweep *Sweep
 
 	// Foreign marks a frontend that another proxy serves. It is no frontend of
 	// ours: it only keeps its address from being taken for a vanished one, and
@@ -129,5 +133,10 @@ type Host struct {
 	// NodePorts are the proxy's node-port address ranges. Where any is given,
 	// node ports are served on the host's addresses inside the ranges of their
 	// family, and on all of them for a family that no range is given for.
+	// [Primary] stands for the first listed address of each family, and none of a
+	// family that has none.
 	NodePorts []netip.Prefix
 }
+
+// Primary is kube-proxy's node-port address range "primary".
+var Primary netip.Prefix

@@ -22,9 +22,12 @@ func (t *Table) judge(f *conntrack.Flow, ex *explainer) Verdict {
 	defer t.mu.RUnlock()
 	policy := t.policy.Of(f.Proto)
 	switch {
-	case policy == Off:
+	case t.most[f.Proto] == Off:
 		return Verdict{Ignore, NotSwept, "", 0}
 	case !slices.Contains(t.zones, f.Zone):
+		if policy == Off {
+			return Verdict{Ignore, NotSwept, "", 0}
+		}
 		return Verdict{Ignore, OtherZone, "", 0}
 	case f.Status&conntrack.StatusExpected != 0:
 		return Verdict{Ignore, ExpectedFlow, "", 0}
@@ -33,11 +36,19 @@ func (t *Table) judge(f *conntrack.Flow, ex *explainer) Verdict {
 		to:    netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort),
 		dport: f.Orig.DstPort,
 
+		policy: policy,
+
 		explain: ex,
 	}
 	t.survey(&s, f)
 	v := s.verdict(f.Translated())
-	if v.Action == Delete && policy == Unreplied && f.Replied() {
+	if !s.limited {
+		s.sweep = policy
+	}
+	switch {
+	case policy == Off && s.sweep == Off:
+		return Verdict{Ignore, NotSwept, "", 0}
+	case v.Action == Delete && (s.sweep == Off || s.sweep == Unreplied && f.Replied()):
 		v.Action, v.Reason = Keep, ByPolicy
 	}
 	return v
@@ -62,6 +73,10 @@ type scene struct {
 	goneOwner string
 	goneKind  Kind
 
+	policy  Sweep // of the protocol
+	sweep   Sweep // the least that what matches allows
+	limited bool  // sweep is set
+
 	explain *explainer // nil: nobody wants to know
 }
 
@@ -71,6 +86,12 @@ func (t *Table) survey(s *scene, f *conntrack.Flow) {
 	t.surveyAt(s, dst, f)
 	if t.anyLocal > 0 && s.local {
 		t.surveyAt(s, anyAddr(f.Family), f)
+	}
+	if s.first == nil && !s.gone && !s.foreign && t.foreign[dst] == 0 {
+		if r := t.serviceRange(dst); r != nil {
+			s.gone, s.goneOwner, s.goneKind = true, r.owner, ClusterIP
+			s.explain.orphan(r)
+		}
 	}
 }
 
@@ -88,7 +109,7 @@ func (t *Table) surveyAt(s *scene, addr netip.Addr, f *conntrack.Flow) {
 
 func (s *scene) add(e *entry) {
 	if len(e.claims) == 0 {
-		s.bury(e.tomb.Owner, e.tomb.Kind, e.tomb.Key.Addr.IsUnspecified())
+		s.bury(e.tomb.Owner, e.tomb.Kind, e.tomb.Key.Addr.IsUnspecified(), e.tomb.Sweep)
 		return
 	}
 	for i := range e.claims {
@@ -101,7 +122,7 @@ func (s *scene) add(e *entry) {
 			continue
 		case s.host.was && (everyAddr || fe.Kind == HostPort):
 			if !fe.Foreign {
-				s.bury(fe.Owner, fe.Kind, everyAddr)
+				s.bury(fe.Owner, fe.Kind, everyAddr, fe.Sweep)
 			}
 			continue
 		}
@@ -115,7 +136,9 @@ func (s *scene) add(e *entry) {
 		}
 		if s.first == nil {
 			s.first = fe
+			s.limited = false // what a tombstone allows does not matter any more
 		}
+		s.limit(fe.Sweep)
 		s.backends = s.backends || fe.Valid.Len() > 0
 		if served == uncertain {
 			if s.uncertain == nil || fe.Usable > 0 {
@@ -143,10 +166,26 @@ func (s *scene) served(k Kind, everyAddr bool) certainty {
 	return certain
 }
 
-func (s *scene) bury(owner string, k Kind, everyAddr bool) {
-	if !s.gone && s.served(k, everyAddr) != unserved {
+func (s *scene) bury(owner string, k Kind, everyAddr bool, sweep *Sweep) {
+	if s.served(k, everyAddr) == unserved {
+		return
+	}
+	if s.first == nil {
+		s.limit(sweep)
+	}
+	if !s.gone {
 		s.gone, s.goneOwner, s.goneKind = true, owner, k
 		s.explain.tombstone(owner, k)
+	}
+}
+
+// limit takes note of what something that matches allows to be deleted.
+func (s *scene) limit(sweep *Sweep) {
+	if sweep == nil {
+		sweep = &s.policy
+	}
+	if !s.limited || *sweep < s.sweep {
+		s.sweep, s.limited = *sweep, true
 	}
 }
 

@@ -2,6 +2,7 @@ package frontend
 
 import (
 	"cmp"
+	"maps"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -88,6 +89,7 @@ type Tombstone struct {
 	Key   Key
 	Owner string
 	Kind  Kind
+	Sweep *Sweep // as in Frontend
 }
 
 // Table is the desired state: all frontends, by where they are reached. It is
@@ -107,6 +109,19 @@ type Table struct {
 	anyLocal int
 	// scope counts the entries by family and protocol.
 	scope map[Scope]int
+	// most is the most that the policy or any frontend so far has allowed to be
+	// deleted of a protocol. It never shrinks.
+	most map[uint8]Sweep
+	// services are the ranges of service addresses; foreign counts the claims of
+	// other proxies by address, which exempts an address from them.
+	services []serviceRange
+	foreign  map[netip.Addr]int
+}
+
+// serviceRange is a range that only services have addresses in.
+type serviceRange struct {
+	netip.Prefix
+	owner string
 }
 
 // Scope is a family and protocol.
@@ -115,14 +130,21 @@ type Scope struct {
 	Proto  uint8
 }
 
-// Scopes returns the families and protocols that have frontends or tombstones
-// and that the policy sweeps, in order: flows of all others are ignored.
+// Scopes returns the families and protocols that have frontends, tombstones or
+// service ranges and of which something may be deleted, in order: flows of all
+// others are ignored.
 func (t *Table) Scopes() []Scope {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
+	scopes := maps.Clone(t.scope)
+	for _, r := range t.services {
+		for _, proto := range []uint8{conntrack.UDP, conntrack.TCP, conntrack.SCTP} {
+			scopes[Scope{conntrack.FamilyOf(r.Addr()), proto}]++
+		}
+	}
 	var list []Scope
-	for s := range t.scope {
-		if t.policy.Of(s.Proto) != Off {
+	for s := range scopes {
+		if t.most[s.Proto] != Off {
 			list = append(list, s)
 		}
 	}
@@ -177,11 +199,21 @@ func NewTable(o Options) *Table {
 		ranges:  map[addrProto]*segments{},
 		hosts:   map[netip.Addr]hostAddr{},
 		scope:   map[Scope]int{},
+		most:    map[uint8]Sweep{conntrack.UDP: o.Policy.UDP, conntrack.TCP: o.Policy.TCP, conntrack.SCTP: o.Policy.SCTP},
+		foreign: map[netip.Addr]int{},
 	}
 }
 
 // Policy returns what the table was made with.
 func (t *Table) Policy() Policy { return t.policy }
+
+// Most returns the most that may be deleted of a protocol, by the policy or by
+// any frontend.
+func (t *Table) Most(proto uint8) Sweep {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	return t.most[proto]
+}
 
 // Zones returns the zones that are judged.
 func (t *Table) Zones() []uint16 { return slices.Clone(t.zones) }
@@ -278,10 +310,13 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 	for i := range old {
 		e := t.entries[old[i].Key()]
 		e.claims = slices.DeleteFunc(e.claims, func(c claim) bool { return c.unit == unit })
+		t.countForeign(&old[i], -1)
 	}
 	for i := range fs {
 		e := t.entry(fs[i].Key())
 		e.claims = append(e.claims, claim{unit, &fs[i]})
+		t.allow(fs[i].Proto, fs[i].Sweep)
+		t.countForeign(&fs[i], 1)
 	}
 	if fs == nil {
 		delete(t.units, unit)
@@ -292,20 +327,76 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 	for _, k := range sortedByKey(before) {
 		e := t.entries[k]
 		slices.SortStableFunc(e.claims, func(a, b claim) int { return cmp.Compare(a.Owner, b.Owner) })
-		ch.compare(k, before[k], e.claims)
+		policy := t.policy.Of(k.Proto)
+		ch.compare(k, policy, before[k], e.claims)
 		if len(e.claims) > 0 {
 			continue
 		}
 		for _, c := range before[k] {
 			if !c.Foreign && (e.tomb == (Tombstone{}) || c.Kind.reach() > e.tomb.Kind.reach()) {
-				e.tomb = Tombstone{k, c.Owner, c.Kind}
+				e.tomb = Tombstone{k, c.Owner, c.Kind, nil}
 			}
+		}
+		if least := allows(before[k], policy); e.tomb != (Tombstone{}) && least != policy {
+			e.tomb.Sweep = &least
 		}
 		if e.tomb == (Tombstone{}) {
 			t.remove(k)
 		}
 	}
+	for i := range old {
+		// The last foreign claim exempted its whole address from the service ranges.
+		if a := old[i].Addr; old[i].Foreign && a.IsValid() && t.foreign[a] == 0 && t.serviceRange(a) != nil {
+			ch.Add(Change{Hosts: []netip.Addr{a}})
+		}
+	}
 	return ch
+}
+
+func (t *Table) allow(proto uint8, s *Sweep) {
+	if s != nil {
+		t.most[proto] = max(t.most[proto], *s)
+	}
+}
+
+func (t *Table) countForeign(f *Frontend, n int) {
+	if !f.Foreign || !f.Addr.IsValid() {
+		return
+	}
+	if t.foreign[f.Addr] += n; t.foreign[f.Addr] == 0 {
+		delete(t.foreign, f.Addr)
+	}
+}
+
+// SetServiceRanges replaces the ranges in which only services have addresses: a
+// flow that is translated although it was sent to an address there that is no
+// frontend is judged as if there were a tombstone. Addresses of which another
+// proxy serves any port are exempt.
+func (t *Table) SetServiceRanges(ranges ...netip.Prefix) Change {
+	defer t.lock()()
+	var ch Change
+	var next []serviceRange
+	for _, r := range ranges {
+		r = r.Masked()
+		switch {
+		case !r.IsValid() || slices.ContainsFunc(next, func(x serviceRange) bool { return x.Prefix == r }):
+			continue
+		case !slices.ContainsFunc(t.services, func(x serviceRange) bool { return x.Prefix == r }):
+			ch.Ranges = append(ch.Ranges, r)
+		}
+		next = append(next, serviceRange{r, "service range " + r.String()})
+	}
+	t.services = next
+	return ch
+}
+
+func (t *Table) serviceRange(a netip.Addr) *serviceRange {
+	for i := range t.services {
+		if t.services[i].Contains(a) {
+			return &t.services[i]
+		}
+	}
+	return nil
 }
 
 func sortedByKey(m map[Key][]claim) []Key {
@@ -404,6 +495,13 @@ func (h *Host) serves(a netip.Addr, listed bool) certainty {
 	}
 	family := false
 	for _, p := range h.NodePorts {
+		if p == Primary {
+			if h.primary(conntrack.FamilyOf(a)) == a {
+				return certain
+			}
+			family = true
+			continue
+		}
 		if p.Contains(a) {
 			return certain
 		}
@@ -413,6 +511,18 @@ func (h *Host) serves(a netip.Addr, listed bool) certainty {
 		return unserved
 	}
 	return certain
+}
+
+// primary returns the first listed address of a family, the zero Addr where
+// there is none.
+func (h *Host) primary(f conntrack.Family) netip.Addr {
+	i := slices.IndexFunc(h.Listed, func(a netip.Addr) bool {
+		return conntrack.FamilyOf(a.Unmap()) == f && !a.IsLoopback()
+	})
+	if i < 0 {
+		return netip.Addr{}
+	}
+	return h.Listed[i].Unmap()
 }
 
 // Has tells whether a frontend of ours is reached at a key.
@@ -431,7 +541,12 @@ func (t *Table) Frontends() []Tombstone {
 	var list []Tombstone
 	for k, e := range t.entries {
 		if i := slices.IndexFunc(e.claims, func(c claim) bool { return !c.Foreign }); i >= 0 {
-			list = append(list, Tombstone{k, e.claims[i].Owner, e.claims[i].Kind})
+			policy := t.policy.Of(k.Proto)
+			tomb := Tombstone{k, e.claims[i].Owner, e.claims[i].Kind, nil}
+			if least := allows(e.claims, policy); least != policy {
+				tomb.Sweep = &least
+			}
+			list = append(list, tomb)
 		}
 	}
 	slices.SortFunc(list, func(a, b Tombstone) int { return compareKeys(a.Key, b.Key) })
@@ -463,6 +578,7 @@ func (t *Table) Bury(list ...Tombstone) Change {
 			continue
 		}
 		t.entry(tomb.Key).tomb = tomb
+		t.allow(tomb.Key.Proto, tomb.Sweep)
 		ch.Suspects = append(ch.Suspects, Suspect{
 			Key: tomb.Key, Cause: CauseGone, Owner: tomb.Owner, Kind: tomb.Kind,
 		})

@@ -75,6 +75,8 @@ func TestJudge(t *testing.T) {
 		now  []Frontend
 		was  []Frontend
 		host Host
+		own  *Sweep // of all frontends of now
+		in   string
 		flow conntrack.Flow
 		want string
 	}{
@@ -116,6 +118,33 @@ func TestJudge(t *testing.T) {
 				{Owner: "x", Kind: ExternalIP, Proto: conntrack.UDP, Addr: ip("203.0.113.10"), Ports: Port(53), Valid: backends(dead), Foreign: true},
 			},
 			flow: udp(vip, dead), want: "keep serving",
+		},
+		{name: "in a service range", in: "203.0.113.0/24", flow: udp(vip, alive), want: "delete frontend-gone"},
+		{name: "in a service range, untranslated", in: "203.0.113.0/24", flow: udp(vip, vip), want: "ignore no-frontend"},
+		{name: "in a service range, another port", in: "203.0.113.0/24", now: []Frontend{at("203.0.113.10:54", ClusterIP, one, 1)}, flow: udp(vip, alive), want: "delete frontend-gone"},
+		{name: "in a service range, a frontend", in: "203.0.113.0/24", now: []Frontend{at(vip, ClusterIP, one, 1)}, flow: udp(vip, alive), want: "keep serving"},
+		{
+			name: "in a service range, another proxy's address", in: "203.0.113.0/24",
+			now:  []Frontend{{Owner: "x", Kind: ClusterIP, Proto: conntrack.UDP, Addr: ip("203.0.113.10"), Ports: Port(54), Foreign: true}},
+			flow: udp(vip, alive), want: "ignore no-frontend",
+		},
+		{name: "in no service range", in: "203.0.113.128/25", flow: udp(vip, alive), want: "ignore no-frontend"},
+		{name: "own policy off", own: new(Off), now: []Frontend{at(vip, ClusterIP, one, 1)}, flow: udp(vip, dead), want: "keep policy"},
+		{name: "own policy off, serving", own: new(Off), now: []Frontend{at(vip, ClusterIP, one, 1)}, flow: udp(vip, alive), want: "keep serving"},
+		{
+			name: "primary", now: []Frontend{anywhere(30053, NodePort, one, 1)},
+			host: Host{Listed: []netip.Addr{ip("127.0.0.1"), ip("192.0.2.1"), ip("192.0.2.9")}, NodePorts: []netip.Prefix{Primary}},
+			flow: udp("192.0.2.1:30053", dead), want: "delete backend-gone",
+		},
+		{
+			name: "not primary", now: []Frontend{anywhere(30053, NodePort, one, 1)},
+			host: Host{Listed: []netip.Addr{ip("192.0.2.1"), ip("192.0.2.9")}, NodePorts: []netip.Prefix{Primary}},
+			flow: udp("192.0.2.9:30053", dead), want: "ignore no-frontend",
+		},
+		{
+			name: "primary, none of the family", now: []Frontend{anywhere(30053, NodePort, one, 1)},
+			host: Host{Listed: []netip.Addr{ip("2001:db8::1")}, Other: []netip.Addr{ip("192.0.2.1")}, NodePorts: []netip.Prefix{Primary}},
+			flow: udp("192.0.2.1:30053", dead), want: "ignore no-frontend",
 		},
 		{name: "node port", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.1:30053", dead), want: "delete backend-gone"},
 		{name: "node port elsewhere", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.2:30053", dead), want: "ignore no-frontend"},
@@ -191,9 +220,13 @@ func TestJudge(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			tab := NewTable(Options{Policy: DefaultPolicy})
 			tab.SetHost(tc.host)
+			if tc.in != "" {
+				tab.SetServiceRanges(netip.MustParsePrefix(tc.in))
+			}
 			tab.Set("a", tc.was)
 			tab.Set("a", nil)
 			for i := range tc.now {
+				tc.now[i].Sweep = tc.own
 				tab.Set(fmt.Sprint("b", i), tc.now[i:i+1])
 			}
 			v, steps := tab.Explain(&tc.flow)
@@ -325,6 +358,9 @@ type model struct {
 	units map[string][]Frontend
 	tombs map[Key][]Frontend // all that were there to the last
 	host  map[netip.Addr]hostAddr
+
+	policy   Sweep // of UDP
+	services []netip.Prefix
 }
 
 func (m *model) claims() (all []Frontend) {
@@ -384,7 +420,34 @@ func (m *model) matches(f *Frontend, fl *conntrack.Flow) (match, was bool, c cer
 	return true, h.was && (everywhere || f.Kind == HostPort), certain
 }
 
+// judge is rule before the policy, which is the least that any frontend that
+// matches allows, or any tombstone where there is none.
 func (m *model) judge(fl *conntrack.Flow) string {
+	verdict, limits, tombLimits := m.rule(fl)
+	if limits == nil {
+		limits = tombLimits
+	}
+	least := m.policy
+	if limits != nil {
+		least = slices.Min(limits)
+	}
+	switch {
+	case m.policy == Off && least == Off:
+		return "ignore protocol"
+	case verdict[:6] == "delete" && (least == Off || least == Unreplied && fl.Replied()):
+		return "keep policy"
+	}
+	return verdict
+}
+
+func (m *model) allowed(f *Frontend) Sweep {
+	if f.Sweep != nil {
+		return *f.Sweep
+	}
+	return m.policy
+}
+
+func (m *model) rule(fl *conntrack.Flow) (verdict string, limits, tombLimits []Sweep) {
 	var ours, foreign, tomb, hit, backends, usable, uncertainSeen, uncertainUsable, certainSeen bool
 	for _, f := range m.claims() {
 		match, was, c := m.matches(&f, fl)
@@ -392,7 +455,9 @@ func (m *model) judge(fl *conntrack.Flow) string {
 			continue
 		}
 		if was {
-			tomb = tomb || !f.Foreign
+			if !f.Foreign {
+				tomb, tombLimits = true, append(tombLimits, m.allowed(&f))
+			}
 			continue
 		}
 		for _, b := range f.Valid.All() {
@@ -404,7 +469,7 @@ func (m *model) judge(fl *conntrack.Flow) string {
 			foreign = true
 			continue
 		}
-		ours = true
+		ours, limits = true, append(limits, m.allowed(&f))
 		backends = backends || f.Valid.Len() > 0
 		if c == uncertain {
 			uncertainSeen, uncertainUsable = true, uncertainUsable || f.Usable > 0
@@ -413,30 +478,35 @@ func (m *model) judge(fl *conntrack.Flow) string {
 		}
 	}
 	for _, list := range m.tombs {
-		for _, f := range list {
-			if match, _, _ := m.matches(&f, fl); match {
-				tomb = true
+		matches := func(f Frontend) bool { match, _, _ := m.matches(&f, fl); return match }
+		if slices.ContainsFunc(list, matches) {
+			tomb = true
+			for _, f := range list {
+				tombLimits = append(tombLimits, m.allowed(&f))
 			}
 		}
+	}
+	if !ours && !tomb && !foreign && slices.ContainsFunc(m.services, func(p netip.Prefix) bool { return p.Contains(fl.Orig.Dst) }) {
+		tomb = !slices.ContainsFunc(m.claims(), func(f Frontend) bool { return f.Foreign && f.Addr == fl.Orig.Dst })
 	}
 	translated := netip.AddrPortFrom(fl.Reply.Src, fl.Reply.SrcPort) != netip.AddrPortFrom(fl.Orig.Dst, fl.Orig.DstPort)
 	switch {
 	case !ours && translated && tomb && !foreign:
-		return "delete frontend-gone"
+		return "delete frontend-gone", limits, tombLimits
 	case !ours:
-		return "ignore no-frontend"
+		return "ignore no-frontend", limits, tombLimits
 	case hit:
-		return "keep serving"
+		return "keep serving", limits, tombLimits
 	case translated && backends:
-		return "delete backend-gone"
+		return "delete backend-gone", limits, tombLimits
 	case translated:
-		return "delete no-backends"
+		return "delete no-backends", limits, tombLimits
 	case usable:
-		return "delete untranslated"
+		return "delete untranslated", limits, tombLimits
 	case uncertainSeen && (!certainSeen || uncertainUsable):
-		return "keep uncertain-address"
+		return "keep uncertain-address", limits, tombLimits
 	}
-	return "keep awaiting-backends"
+	return "keep awaiting-backends", limits, tombLimits
 }
 
 // A small world, so that everything meets everything.
@@ -451,7 +521,11 @@ func worldFlows() (flows []conntrack.Flow) {
 		for port := uint16(1); port <= 4; port++ {
 			for _, to := range append(worldTo, d) {
 				for toPort := uint16(1); toPort <= 4; toPort++ {
-					flows = append(flows, udp(netip.AddrPortFrom(d, port).String(), netip.AddrPortFrom(to, toPort).String()))
+					f := udp(netip.AddrPortFrom(d, port).String(), netip.AddrPortFrom(to, toPort).String())
+					if toPort%2 == 0 {
+						f.Status |= conntrack.StatusSeenReply
+					}
+					flows = append(flows, f)
 				}
 			}
 		}
@@ -478,7 +552,14 @@ func genFrontend(t *rapid.T) Frontend {
 		bs = append(bs, netip.AddrPortFrom(rapid.SampledFrom(worldTo).Draw(t, "to"), rapid.Uint16Range(0, 4).Draw(t, "port")))
 	}
 	f.Valid = NewBackends(bs...)
+	if rapid.IntRange(0, 2).Draw(t, "own policy") == 0 {
+		f.Sweep = new(genSweep(t))
+	}
 	return f
+}
+
+func genSweep(t *rapid.T) Sweep {
+	return rapid.SampledFrom([]Sweep{All, Unreplied, Off}).Draw(t, "sweep")
 }
 
 func genHost(t *rapid.T) (h Host) {
@@ -498,7 +579,8 @@ func genHost(t *rapid.T) (h Host) {
 
 // suspects tells whether a change points at a flow.
 func (c *Change) suspects(f *conntrack.Flow) bool {
-	if slices.Contains(c.Hosts, f.Orig.Dst) {
+	if slices.Contains(c.Hosts, f.Orig.Dst) ||
+		slices.ContainsFunc(c.Ranges, func(p netip.Prefix) bool { return p.Contains(f.Orig.Dst) }) {
 		return true
 	}
 	return slices.ContainsFunc(c.Suspects, func(s Suspect) bool {
@@ -520,8 +602,10 @@ func (c *Change) suspects(f *conntrack.Flow) bool {
 func TestAgainstModel(t *testing.T) {
 	flows := worldFlows()
 	rapid.Check(t, func(t *rapid.T) {
-		tab := NewTable(Options{Policy: DefaultPolicy})
-		m := &model{units: map[string][]Frontend{}, tombs: map[Key][]Frontend{}, host: map[netip.Addr]hostAddr{}}
+		policy := DefaultPolicy
+		policy.UDP = genSweep(t)
+		tab := NewTable(Options{Policy: policy})
+		m := &model{units: map[string][]Frontend{}, tombs: map[Key][]Frontend{}, host: map[netip.Addr]hostAddr{}, policy: policy.UDP}
 		verdicts := make([]string, len(flows))
 		for i := range flows {
 			verdicts[i] = tab.Judge(&flows[i]).String()
@@ -541,7 +625,13 @@ func TestAgainstModel(t *testing.T) {
 					k := rapid.SampledFrom(keys).Draw(t, "forgotten")
 					tab.Forget(k)
 					delete(m.tombs, k)
+					ch.Hosts = worldDsts // it may have held another tombstone back, which a full pass finds
 				}
+			case 2:
+				m.services = rapid.SliceOfN(rapid.SampledFrom([]netip.Prefix{
+					netip.MustParsePrefix("203.0.113.0/24"), netip.MustParsePrefix("192.0.2.2/32"),
+				}), 0, 2).Draw(t, "service ranges")
+				ch = tab.SetServiceRanges(m.services...)
 			default:
 				unit := rapid.SampledFrom([]string{"u", "v", "w"}).Draw(t, "unit")
 				fs := rapid.SliceOfN(rapid.Custom(genFrontend), 0, 3).Draw(t, "frontends")

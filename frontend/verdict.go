@@ -2,6 +2,7 @@ package frontend
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/flowsweep/flowsweep/conntrack"
@@ -118,31 +119,46 @@ func (p Policy) String() string {
 	return fmt.Sprintf("udp=%s,tcp=%s,sctp=%s", p.UDP, p.TCP, p.SCTP)
 }
 
+// ParseSweep returns what a word of String stands for.
+func ParseSweep(word string) (Sweep, bool) {
+	i := slices.Index(sweepNames[:], word)
+	return Sweep(max(i, 0)), i >= 0
+}
+
 // ParsePolicy reads "udp=all,tcp=off". Protocols that it does not name have
 // what DefaultPolicy says.
 func ParsePolicy(s string) (Policy, error) {
 	p := DefaultPolicy
-	seen := map[string]bool{}
-	for part := range strings.SplitSeq(s, ",") {
-		name, word, ok := strings.Cut(strings.TrimSpace(part), "=")
-		at := map[string]*Sweep{"udp": &p.UDP, "tcp": &p.TCP, "sctp": &p.SCTP}[name]
-		if !ok || at == nil {
-			return p, fmt.Errorf("%q: want PROTOCOL=WHAT with protocol udp, tcp or sctp", part)
-		}
-		if seen[name] {
-			return p, fmt.Errorf("%q: %s is given twice", part, name)
-		}
-		seen[name] = true
-		switch word {
-		case "off":
-			*at = Off
-		case "unreplied":
-			*at = Unreplied
-		case "all":
-			*at = All
-		default:
-			return p, fmt.Errorf("%q: want all, unreplied or off after %s=", part, name)
+	named, err := ParsePolicies(s)
+	if err != nil {
+		return p, err
+	}
+	for proto, at := range map[uint8]*Sweep{conntrack.UDP: &p.UDP, conntrack.TCP: &p.TCP, conntrack.SCTP: &p.SCTP} {
+		if sweep, ok := named[proto]; ok {
+			*at = sweep
 		}
 	}
 	return p, nil
+}
+
+// ParsePolicies reads what ParsePolicy reads, and returns the protocols that
+// are named, by their numbers.
+func ParsePolicies(s string) (map[uint8]Sweep, error) {
+	named := map[uint8]Sweep{}
+	for part := range strings.SplitSeq(s, ",") {
+		name, word, _ := strings.Cut(strings.TrimSpace(part), "=")
+		proto, ok := map[string]uint8{"udp": conntrack.UDP, "tcp": conntrack.TCP, "sctp": conntrack.SCTP}[name]
+		if !ok || !strings.Contains(part, "=") {
+			return nil, fmt.Errorf("%q: want PROTOCOL=WHAT with protocol udp, tcp or sctp", part)
+		}
+		if _, again := named[proto]; again {
+			return nil, fmt.Errorf("%q: %s is given twice", part, name)
+		}
+		sweep, ok := ParseSweep(word)
+		if !ok {
+			return nil, fmt.Errorf("%q: want all, unreplied or off after %s=", part, name)
+		}
+		named[proto] = sweep
+	}
+	return named, nil
 }

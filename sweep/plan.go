@@ -112,7 +112,7 @@ func (p *Planner) wants(f conntrack.Family) bool {
 // protocol that could be deleted.
 func (p *Planner) scope(s frontend.Scope) conntrack.Filter {
 	f := conntrack.Filter{Family: s.Family, Proto: s.Proto}
-	if p.Table.Policy().Of(s.Proto) == frontend.Unreplied {
+	if p.Table.Most(s.Proto) == frontend.Unreplied {
 		f.Clear = conntrack.StatusSeenReply
 	}
 	if zones := p.Table.Zones(); len(zones) == 1 {
@@ -149,6 +149,11 @@ func (p *Planner) aims(s frontend.Scope, ch frontend.Change) map[aim]int {
 	for _, a := range ch.Hosts {
 		if conntrack.FamilyOf(a) == s.Family {
 			aims[aim{dst: a}]++
+		}
+	}
+	for _, r := range ch.Ranges {
+		if conntrack.FamilyOf(r.Addr()) == s.Family {
+			aims[aim{}]++
 		}
 	}
 	for _, x := range ch.Suspects {
