@@ -62,6 +62,8 @@ type Observer interface {
 	Pass(p Pass)
 	// Settled tells that a frontend, or an address of this host, is settled.
 	Settled(s Settled)
+	// Disagrees tells of a disagreement when it becomes known.
+	Disagrees(d Disagreement)
 }
 
 // Settled is what became of a change.
@@ -95,14 +97,14 @@ type StaleCount struct {
 
 // Agent is made by New and runs once.
 type Agent struct {
-	conn    sweep.Conn
-	rules   Ruleset
-	log     *slog.Logger
-	obs     Observer
-	onFlow  func(f *conntrack.Flow, v frontend.Verdict, dryRun bool)
-	sources []source.Source
-	table   *frontend.Table
-	wake    chan struct{}
+	conn      sweep.Conn
+	rules     Ruleset
+	log       *slog.Logger
+	observers []Observer
+	onFlow    func(f *conntrack.Flow, v frontend.Verdict, dryRun bool)
+	sources   []source.Source
+	table     *frontend.Table
+	wake      chan struct{}
 
 	mu        sync.Mutex
 	cfg       Config
@@ -121,16 +123,18 @@ type Agent struct {
 	disagrees map[string]*Disagreement // by frontend and backend
 	graves    map[frontend.Key]time.Time
 	saved     saver
+	// doubtUntil: the first lists lacked most of what the state file told of.
+	doubtUntil time.Time
 }
 
 // Options are what an Agent works with.
 type Options struct {
-	Config   Config
-	Conn     sweep.Conn
-	Ruleset  Ruleset
-	Sources  []source.Source
-	Log      *slog.Logger // nil: none
-	Observer Observer     // nil: none
+	Config    Config
+	Conn      sweep.Conn
+	Ruleset   Ruleset
+	Sources   []source.Source
+	Log       *slog.Logger // nil: none
+	Observers []Observer
 	// OnFlow, if set, is told of each stale flow before it is deleted: an audit.
 	OnFlow func(f *conntrack.Flow, v frontend.Verdict, dryRun bool)
 }
@@ -141,7 +145,7 @@ func New(o Options) *Agent {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	a := &Agent{
-		conn: o.Conn, rules: o.Ruleset, log: o.Log, obs: o.Observer, onFlow: o.OnFlow, sources: o.Sources,
+		conn: o.Conn, rules: o.Ruleset, log: o.Log, observers: o.Observers, onFlow: o.OnFlow, sources: o.Sources,
 		cfg:       o.Config,
 		table:     frontend.NewTable(frontend.Options{Policy: o.Config.Policy, Zones: o.Config.Zones}),
 		wake:      make(chan struct{}, 1),
@@ -150,7 +154,7 @@ func New(o Options) *Agent {
 		graves:    map[frontend.Key]time.Time{},
 	}
 	for _, s := range o.Sources {
-		a.feeds = append(a.feeds, &feed{a: a, name: s.Name(), frontends: map[string]int{}})
+		a.feeds = append(a.feeds, &feed{a: a, name: s.Name(), units: map[string]size{}})
 	}
 	return a
 }
@@ -185,6 +189,19 @@ func (a *Agent) setHost() {
 		h.Other = append(h.Other, f.host.Other...)
 	}
 	a.changed(a.table.SetHost(h))
+}
+
+// setServiceRanges unites what all sources know of service ranges. While it is
+// doubtful whether the first lists were whole, none counts: in them, whatever is
+// missing would be taken for gone.
+func (a *Agent) setServiceRanges() {
+	var ranges []netip.Prefix
+	if !a.doubtUntil.After(a.now()) {
+		for _, f := range a.feeds {
+			ranges = append(ranges, f.ranges...)
+		}
+	}
+	a.changed(a.table.SetServiceRanges(ranges...))
 }
 
 // changed notes what became suspect. Before the first pass, which is a full one,
@@ -300,6 +317,12 @@ func (a *Agent) plan(busy bool) (*job, time.Duration) {
 	}
 	if !a.ready && a.lastFull.IsZero() {
 		a.bury()
+	}
+	if !a.doubtUntil.IsZero() {
+		if until(a.doubtUntil); !a.doubtUntil.After(now) {
+			a.doubtUntil = time.Time{}
+			a.setServiceRanges()
+		}
 	}
 	j := &job{start: now, dryRun: a.cfg.DryRun, rate: a.cfg.DeletesPerSecond}
 	fullDue := a.cfg.FullPass > 0 && now.Sub(a.lastFull) >= a.cfg.FullPass
@@ -445,6 +468,9 @@ func (a *Agent) foundStale(j *job, f *conntrack.Flow, v frontend.Verdict) {
 				a.log.Warn("ruleset-disagrees: the rules make a translation that is wrong by the desired state; "+
 					"is the service proxy running and up to date?",
 					"frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend, "passes", d.Passes, "flow", d.Evidence)
+				for _, o := range a.observers {
+					o.Disagrees(*d)
+				}
 			}
 		}
 	}
@@ -462,8 +488,8 @@ func (a *Agent) settle(j *job) {
 	}
 	for _, s := range settled {
 		a.log.Debug("settled", "frontend", s.key.String(), "after", s.After, "repaired", s.Repaired)
-		if a.obs != nil {
-			a.obs.Settled(s.Settled)
+		for _, o := range a.observers {
+			o.Settled(s.Settled)
 		}
 	}
 	now := a.now()
@@ -509,8 +535,8 @@ func (a *Agent) finish(p Pass) {
 	}
 	a.mu.Unlock()
 	a.report(&p)
-	if a.obs != nil {
-		a.obs.Pass(p)
+	for _, o := range a.observers {
+		o.Pass(p)
 	}
 }
 

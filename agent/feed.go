@@ -3,6 +3,7 @@ package agent
 import (
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -16,12 +17,38 @@ type feed struct {
 	name string
 
 	// Below: under a.mu.
-	complete  bool
-	updated   time.Time
-	fault     error
-	frontends map[string]int // by unit, in force
-	host      source.Host
-	held      *hold
+	complete bool
+	updated  time.Time
+	fault    error
+	units    map[string]size // in force
+	host     source.Host
+	ranges   []netip.Prefix
+	held     *hold
+}
+
+// size is how much there is to lose. Backends count by themselves: an apiserver
+// that comes back empty may still have told of services when its slices are gone.
+type size struct{ frontends, backends int }
+
+// String returns "12 frontends and 30 backends".
+func (s size) String() string {
+	return fmt.Sprintf("%d frontends and %d backends", s.frontends, s.backends)
+}
+
+func (s *size) add(o size) { s.frontends, s.backends = s.frontends+o.frontends, s.backends+o.backends }
+
+func sizeOf(fs []frontend.Frontend) size {
+	s := size{frontends: len(fs)}
+	for i := range fs {
+		s.backends += fs[i].Valid.Len()
+	}
+	return s
+}
+
+// short tells whether so much less is there than before that it may be a mistake.
+func (s size) short(had size, minimum int) bool {
+	lost := func(has, had int) bool { return 2*has < had && had-has >= minimum }
+	return lost(s.frontends, had.frontends) || lost(s.backends, had.backends)
 }
 
 // hold keeps back a list that lacks so much that it may be a mistake: an
@@ -29,17 +56,17 @@ type feed struct {
 type hold struct {
 	since time.Time
 	units map[string][]frontend.Frontend
-	had   int
-	has   int
+	had   size
+	has   size
 }
 
 func (f *feed) unit(name string) string { return f.name + "/" + name }
 
-func total(m map[string]int) (n int) {
-	for _, c := range m {
-		n += c
+func (f *feed) size() (sum size) {
+	for _, s := range f.units {
+		sum.add(s)
 	}
-	return n
+	return sum
 }
 
 // Replace implements source.Sink.
@@ -49,23 +76,23 @@ func (f *feed) Replace(units map[string][]frontend.Frontend) {
 	defer a.mu.Unlock()
 	defer a.stir()
 	f.updated = a.now()
-	has := 0
+	var has size
 	for _, fs := range units {
-		has += len(fs)
+		has.add(sizeOf(fs))
 	}
-	had := total(f.frontends)
-	short := f.complete && 2*has < had && had-has >= a.cfg.ShrinkMinimum && a.cfg.ShrinkHold > 0
+	had := f.size()
+	short := f.complete && a.cfg.ShrinkHold > 0 && has.short(had, a.cfg.ShrinkMinimum)
 	switch {
 	case short && f.held == nil:
 		f.held = &hold{since: a.now(), units: units, had: had, has: has}
-		a.log.Warn("a source has lost more than half of its frontends; held for confirmation",
+		a.log.Warn("a source has lost more than half of its frontends or backends; held for confirmation",
 			"source", f.name, "had", had, "has", has, "hold", a.cfg.ShrinkHold)
 		return
 	case short:
 		f.held.units, f.held.has = units, has
 		return
 	case f.held != nil:
-		a.log.Info("a source has its frontends back", "source", f.name, "frontends", has)
+		a.log.Info("a source has its frontends back", "source", f.name, "frontends", has.frontends, "backends", has.backends)
 		f.held = nil
 	}
 	f.replace(units)
@@ -76,7 +103,7 @@ func (f *feed) replace(units map[string][]frontend.Frontend) {
 	for _, unit := range slices.Sorted(maps.Keys(units)) {
 		f.set(unit, units[unit])
 	}
-	for _, unit := range slices.Sorted(maps.Keys(f.frontends)) {
+	for _, unit := range slices.Sorted(maps.Keys(f.units)) {
 		if _, ok := units[unit]; !ok {
 			f.set(unit, nil)
 		}
@@ -114,17 +141,17 @@ func (f *feed) Set(unit string, fs []frontend.Frontend) {
 		} else {
 			f.held.units[unit] = fs
 		}
-		return
+		return // what comes back piece by piece is looked at when the hold ends
 	}
 	f.set(unit, fs)
 }
 
 func (f *feed) set(unit string, fs []frontend.Frontend) {
 	if len(fs) == 0 {
-		delete(f.frontends, unit)
+		delete(f.units, unit)
 		fs = nil
 	} else {
-		f.frontends[unit] = len(fs)
+		f.units[unit] = sizeOf(fs)
 	}
 	f.a.changed(f.a.table.Set(f.unit(unit), fs))
 }
@@ -142,13 +169,22 @@ func (f *feed) Host(h source.Host) {
 	}
 }
 
+// ServiceRanges implements source.Sink.
+func (f *feed) ServiceRanges(ranges []netip.Prefix) {
+	f.a.mu.Lock()
+	defer f.a.mu.Unlock()
+	defer f.a.stir()
+	f.ranges = ranges
+	f.a.setServiceRanges()
+}
+
 // hostSource is the name of the source that knows nothing but addresses.
 const hostSource = "host"
 
 func (f *feed) done() {
 	if !f.complete {
 		f.complete = true
-		f.a.log.Info("source complete", "source", f.name, "frontends", total(f.frontends))
+		f.a.log.Info("source complete", "source", f.name, "frontends", f.size().frontends)
 	}
 }
 
@@ -166,12 +202,12 @@ func (f *feed) Fault(err error) {
 }
 
 func (f *feed) status() SourceStatus {
-	s := SourceStatus{Name: f.name, Complete: f.complete, Updated: f.updated, Frontends: total(f.frontends)}
+	s := SourceStatus{Name: f.name, Complete: f.complete, Updated: f.updated, Frontends: f.size().frontends}
 	if f.fault != nil {
 		s.Fault = f.fault.Error()
 	}
 	if f.held != nil {
-		s.Held = fmt.Sprintf("since %s: had %d frontends, has %d", f.held.since.Format(time.RFC3339), f.held.had, f.held.has)
+		s.Held = fmt.Sprintf("since %s: had %s, has %s", f.held.since.Format(time.RFC3339), f.held.had, f.held.has)
 	}
 	return s
 }

@@ -16,6 +16,8 @@ type observed struct {
 	mu      sync.Mutex
 	passes  []Pass
 	settled []Settled
+
+	disagrees []Disagreement
 }
 
 func (o *observed) Pass(p Pass) {
@@ -28,6 +30,12 @@ func (o *observed) Settled(s Settled) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.settled = append(o.settled, s)
+}
+
+func (o *observed) Disagrees(d Disagreement) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.disagrees = append(o.disagrees, d)
 }
 
 // hungRules is a ruleset that answers one at a time, and not while turn is held.
@@ -51,7 +59,7 @@ func observe(t *testing.T, play func(r *simRun, a *Agent, rules *hungRules, o *o
 		src := &simSource{w: w, sinks: make(chan source.Sink, 1)}
 		o, rules := &observed{}, &hungRules{world: w, turn: make(chan struct{}, 1)}
 		a := New(Options{
-			Conn: w, Ruleset: rules, Sources: []source.Source{src}, Observer: o,
+			Conn: w, Ruleset: rules, Sources: []source.Source{src}, Observers: []Observer{o},
 			Config: Config{
 				Policy: frontend.DefaultPolicy, Window: simWindow, FullPass: time.Hour, WalkBudget: 0.1,
 			},

@@ -34,22 +34,32 @@ type savedEntry struct {
 	Last  uint16     `json:"last"`
 	Owner string     `json:"owner"`
 	Kind  string     `json:"kind"`
+	Sweep string     `json:"sweep,omitempty"` // the frontend's own policy
 }
 
 func (e savedEntry) tombstone() (frontend.Tombstone, bool) {
 	kind, ok := frontend.ParseKind(e.Kind)
 	ok = ok && e.Addr.IsValid() && e.First > 0 && e.First <= e.Last && conntrack.HasPorts(e.Proto)
-	return frontend.Tombstone{
+	t := frontend.Tombstone{
 		Key:   frontend.Key{Addr: e.Addr, Proto: e.Proto, Ports: frontend.Ports{First: e.First, Last: e.Last}},
 		Owner: e.Owner, Kind: kind,
-	}, ok
+	}
+	if e.Sweep != "" {
+		own, known := frontend.ParseSweep(e.Sweep)
+		t.Sweep, ok = &own, ok && known
+	}
+	return t, ok
 }
 
 func saveEntry(t frontend.Tombstone) savedEntry {
-	return savedEntry{
+	e := savedEntry{
 		Addr: t.Key.Addr, Proto: t.Key.Proto, First: t.Key.Ports.First, Last: t.Key.Ports.Last,
 		Owner: t.Owner, Kind: t.Kind.String(),
 	}
+	if t.Sweep != nil {
+		e.Sweep = t.Sweep.String()
+	}
+	return e
 }
 
 // saver writes the state file now and then. Fields are under Agent.mu.
@@ -111,6 +121,8 @@ func (a *Agent) bury() {
 	if 2*len(missing) > len(a.saved.known) && len(missing) >= a.cfg.ShrinkMinimum && a.cfg.ShrinkHold > 0 {
 		a.log.Warn("more than half of the frontends known before the restart are gone; "+
 			"what is translated for them is left alone", "known", len(a.saved.known), "missing", len(missing))
+		a.doubtUntil = a.now().Add(a.cfg.ShrinkHold)
+		a.setServiceRanges()
 	} else {
 		tombs = append(tombs, missing...)
 	}

@@ -78,6 +78,7 @@ type Disagreement struct {
 	Since    time.Time      `json:"since"`
 	Passes   int            `json:"passes"`   // that found it
 	Evidence string         `json:"evidence"` // one such flow
+	Kind     frontend.Kind  `json:"-"`
 }
 
 // watches is the set of what is not settled.
@@ -103,6 +104,9 @@ func (w *watches) note(ch frontend.Change, now time.Time) {
 	}
 	for _, a := range ch.Hosts {
 		w.open(hostKey(a), now).change.Hosts = []netip.Addr{a}
+	}
+	if len(ch.Ranges) > 0 {
+		w.open(everything, now)
 	}
 }
 
@@ -286,6 +290,7 @@ func (w *watches) found(k frontend.Key, f *conntrack.Flow, v frontend.Verdict, p
 		x.disagrees = &Disagreement{
 			Frontend: frontend.Key{Addr: f.Orig.Dst, Proto: f.Proto, Ports: frontend.Port(f.Orig.DstPort)}.String(),
 			Owner:    v.Owner, Backend: to, Since: r.since, Passes: r.passes, Evidence: f.String(),
+			Kind: v.Kind,
 		}
 		return x.disagrees
 	}

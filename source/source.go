@@ -33,6 +33,10 @@ type Sink interface {
 	// Host replaces what the source knows of this host's addresses. A source
 	// that knows only those is complete with it.
 	Host(h Host)
+	// ServiceRanges replaces the ranges in which only services have addresses, as
+	// frontend.Table.SetServiceRanges takes them. They come before the list that
+	// is to be judged by them.
+	ServiceRanges(ranges []netip.Prefix)
 	// Fault tells what keeps the source from being up to date; nil that it is up
 	// to date again. What it delivered before stays in force.
 	Fault(err error)

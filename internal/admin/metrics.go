@@ -174,6 +174,10 @@ func (m *Metrics) Pass(p agent.Pass) {
 	m.failed.Add(float64(r.Failed))
 }
 
+// Disagrees implements agent.Observer. The gauge of disagreements is that of the
+// status, which also tells when they end.
+func (m *Metrics) Disagrees(agent.Disagreement) {}
+
 // Settled implements agent.Observer.
 func (m *Metrics) Settled(s agent.Settled) {
 	m.settled.Observe(s.After.Seconds())

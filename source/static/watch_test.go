@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -69,6 +70,8 @@ func (s *sink) Set(unit string, _ []frontend.Frontend) {
 }
 
 func (s *sink) Host(h source.Host) { s.note(fmt.Sprint("host ", h.Listed)) }
+
+func (s *sink) ServiceRanges([]netip.Prefix) { s.note("service ranges, of which files know none") }
 
 func (s *sink) Fault(err error) {
 	if err == nil {
