@@ -42,7 +42,21 @@ type Config struct {
 
 // Sources are where the desired state comes from; at least one must be given.
 type Sources struct {
-	Static Static
+	Kubernetes Kubernetes
+	Static     Static
+}
+
+// Kubernetes is the source that watches an API server.
+type Kubernetes struct {
+	Enabled       bool
+	Kubeconfig    string // "": as cluster.Connect finds it
+	Context       string // "": the current one
+	HostPorts     bool
+	ServiceRanges bool
+	Events        bool
+	// EventThreshold is how many cleanings of one Service in an hour are worth an
+	// Event.
+	EventThreshold int
 }
 
 // Static is the source of files.
@@ -59,7 +73,7 @@ type Host struct {
 	Include           []netip.Prefix
 	Exclude           []netip.Prefix
 	Addresses         []netip.Addr
-	NodePortAddresses []netip.Prefix
+	NodePortAddresses []netip.Prefix // frontend.Primary among them
 }
 
 // Settling is how a change is followed until no flow is stale for it.
@@ -103,7 +117,10 @@ type Admin struct {
 // Default returns the configuration of an agent that is told nothing.
 func Default() *Config {
 	return &Config{
-		Sources:  Sources{Static: Static{Files: []string{"/etc/flowsweep/frontends.d"}}},
+		Sources: Sources{
+			Kubernetes: Kubernetes{HostPorts: true, ServiceRanges: true, Events: true, EventThreshold: 60},
+			Static:     Static{Files: []string{"/etc/flowsweep/frontends.d"}},
+		},
 		Host:     Host{Interfaces: true},
 		Sweep:    frontend.DefaultPolicy,
 		Zones:    []uint16{0},
@@ -150,8 +167,9 @@ func (e *Error) Unwrap() error { return e.Err }
 // check finds what single fields do not show.
 func (c *Config) check(fail func(path string, err error)) {
 	s, a := &c.Settling, &c.Admin
-	if len(c.Sources.Static.Files) == 0 {
-		fail("sources", errors.New("there is none; give files or directories in sources.static.files"))
+	if len(c.Sources.Static.Files) == 0 && !c.Sources.Kubernetes.Enabled {
+		fail("sources", errors.New("there is none; set sources.kubernetes.enabled, "+
+			"or give files or directories in sources.static.files"))
 	}
 	if s.FullPass > 0 && s.Window >= s.FullPass {
 		fail("settling.window", fmt.Errorf("must be shorter than settling.fullPass (%s), "+

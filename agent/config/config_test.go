@@ -154,7 +154,7 @@ func TestDecodeErrors(t *testing.T) {
 			`in:3: log: must be a mapping, not "info"`,
 			"in:4: admin: must be a mapping, not a list",
 			`in:5: sources.static: must be a mapping, not "x"`,
-			"in:5: sources: there is none; give files or directories in sources.static.files",
+			"in:5: sources: there is none; set sources.kubernetes.enabled, or give files or directories in sources.static.files",
 		}},
 		{"all at once, in order", "zones: [x]\ndryRun: 7\nsettling:\n  walkBudget: 2\n  window: 1s\n", []string{
 			`in:3: zones[0]: must be 0 to 65535, not "x"`,
@@ -231,10 +231,10 @@ func TestDecodeErrors(t *testing.T) {
 		}},
 
 		{"no source", "sources: {}\n", []string{
-			"in:3: sources: there is none; give files or directories in sources.static.files",
+			"in:3: sources: there is none; set sources.kubernetes.enabled, or give files or directories in sources.static.files",
 		}},
 		{"no files", "sources: {static: {files: []}}\n", []string{
-			"in:3: sources: there is none; give files or directories in sources.static.files",
+			"in:3: sources: there is none; set sources.kubernetes.enabled, or give files or directories in sources.static.files",
 		}},
 		{"files that are none: said once", "sources: {static: {files: /a}}\n", []string{
 			`in:3: sources.static.files: must be a list, not "/a"`,
@@ -444,7 +444,16 @@ func genConfig(t *rapid.T) *Config {
 	sweep := rapid.SampledFrom([]frontend.Sweep{frontend.Off, frontend.Unreplied, frontend.All})
 
 	c := &Config{
-		Sources: Sources{Static{rapid.SliceOfNDistinct(path, 1, 4, rapid.ID).Draw(t, "files")}},
+		Sources: Sources{
+			Kubernetes: Kubernetes{
+				Enabled:    flag.Draw(t, "kubernetes"),
+				Kubeconfig: maybe.Draw(t, "kubeconfig"),
+				Context:    maybe.Draw(t, "context"),
+				HostPorts:  flag.Draw(t, "hostPorts"), ServiceRanges: flag.Draw(t, "serviceRanges"),
+				Events: flag.Draw(t, "events"), EventThreshold: rapid.IntRange(1, 1000000).Draw(t, "eventThreshold"),
+			},
+			Static: Static{rapid.SliceOfNDistinct(path, 1, 4, rapid.ID).Draw(t, "files")},
+		},
 		Host: Host{
 			Node:              maybe.Draw(t, "node"),
 			Interfaces:        flag.Draw(t, "interfaces"),
@@ -474,6 +483,9 @@ func genConfig(t *rapid.T) *Config {
 			AuditFile: maybe.Draw(t, "auditFile"),
 		},
 	}
+	if flag.Draw(t, "primary") {
+		c.Host.NodePortAddresses = append(c.Host.NodePortAddresses, frontend.Primary)
+	}
 	if flag.Draw(t, "full passes") {
 		c.Settling.FullPass = duration(max(30*time.Second, c.Settling.Window+2*time.Second), 24*time.Hour).Draw(t, "fullPass")
 	}
@@ -502,6 +514,13 @@ func TestChanges(t *testing.T) {
 		live   bool
 		change func(c *Config)
 	}{
+		{"sources.kubernetes.enabled", false, func(c *Config) { c.Sources.Kubernetes.Enabled = true }},
+		{"sources.kubernetes.kubeconfig", false, func(c *Config) { c.Sources.Kubernetes.Kubeconfig = "/a" }},
+		{"sources.kubernetes.context", false, func(c *Config) { c.Sources.Kubernetes.Context = "a" }},
+		{"sources.kubernetes.hostPorts", false, func(c *Config) { c.Sources.Kubernetes.HostPorts = false }},
+		{"sources.kubernetes.serviceRanges", false, func(c *Config) { c.Sources.Kubernetes.ServiceRanges = false }},
+		{"sources.kubernetes.events", false, func(c *Config) { c.Sources.Kubernetes.Events = false }},
+		{"sources.kubernetes.eventThreshold", false, func(c *Config) { c.Sources.Kubernetes.EventThreshold++ }},
 		{"sources.static.files", true, func(c *Config) { c.Sources.Static.Files = []string{"/a"} }},
 		{"host.node", false, func(c *Config) { c.Host.Node = "n1" }},
 		{"host.interfaces", false, func(c *Config) { c.Host.Interfaces = false }},
@@ -577,7 +596,8 @@ func TestValidate(t *testing.T) {
 		{"default", func(*Config) {}, ""},
 		{"all values", func(c *Config) {
 			*c = Config{Settling: Settling{WalkBudget: math.NaN()}, Guards: Guards{ShrinkHold: -1}, Log: Log{Level: 1}}
-		}, `zones: is empty; give at least one of 0 to 65535
+		}, `sources.kubernetes.eventThreshold: must be 1 to 1000000, not 0
+zones: is empty; give at least one of 0 to 65535
 families: is empty; give at least one of ipv4 or ipv6
 settling.window: must be 5s to 1h, not 0s
 settling.walkBudget: must be 0.01 to 1, not NaN
@@ -585,7 +605,7 @@ guards.shrinkHold: must be 1s to 1h, or 0: no hold, not -1ns
 guards.shrinkMinimum: must be 1 to 1000000, not 0
 log.level: must be debug, info, warn or error, not "INFO+1"
 log.format: must be text or json, not ""
-sources: there is none; give files or directories in sources.static.files`},
+sources: there is none; set sources.kubernetes.enabled, or give files or directories in sources.static.files`},
 		{"elements", func(c *Config) {
 			c.Sources.Static.Files = []string{"a", "\xff"}
 			c.Families = []conntrack.Family{7}

@@ -153,7 +153,7 @@ func (d *decoder) mapping(n *yaml.Node, prefix string) {
 		path := prefix + key
 		d.lines[path] = v.Line
 		if path == "sources" {
-			d.config.Sources = Sources{}
+			d.config.Sources.Static.Files = nil // it is off unless it is named
 		}
 		i := slices.IndexFunc(fields, func(f field) bool { return f.path == path })
 		if i >= 0 {

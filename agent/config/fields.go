@@ -31,14 +31,15 @@ type field struct {
 
 // sections are the comments on what has fields of its own.
 var sections = map[string]string{
-	"sources":        "Where the desired state comes from. A source that is not named here is off.",
-	"sources.static": "Files: FrontendList and Kubernetes objects, mixed at will.",
-	"host":           "This host's own addresses, which node ports, host ports and \"*\" stand for.",
-	"sweep":          "What may be deleted of a protocol's stale flows: all, those that were never answered, or none.",
-	"settling":       "How a change is followed until no flow is stale for it.",
-	"guards":         "What bounds the damage that a wrong desired state can do.",
-	"log":            "The log goes to standard error.",
-	"admin":          "HTTP: /metrics, /livez, /readyz, /statusz.",
+	"sources":            "Where the desired state comes from. A source that is not named here is off.",
+	"sources.kubernetes": "An API server's Services, EndpointSlices, this host's Node and, where wanted, Pods and ServiceCIDRs.",
+	"sources.static":     "Files: FrontendList and Kubernetes objects, mixed at will.",
+	"host":               "This host's own addresses, which node ports, host ports and \"*\" stand for.",
+	"sweep":              "What may be deleted of a protocol's stale flows: all, those that were never answered, or none.",
+	"settling":           "How a change is followed until no flow is stale for it.",
+	"guards":             "What bounds the damage that a wrong desired state can do.",
+	"log":                "The log goes to standard error.",
+	"admin":              "HTTP: /metrics, /livez, /readyz, /statusz.",
 }
 
 const (
@@ -48,14 +49,38 @@ const (
 
 // fields are all fields, in the order in which they are printed.
 var fields = []field{
+	one("sources.kubernetes.enabled", restart, boolean,
+		"Watch the API server.",
+		func(c *Config) *bool { return &c.Sources.Kubernetes.Enabled }),
+	one("sources.kubernetes.kubeconfig", restart, optional(text("a path")),
+		"How to reach it. Without a file, a Pod uses the token of its ServiceAccount, and what is no "+
+			"Pod does as kubectl does.",
+		func(c *Config) *string { return &c.Sources.Kubernetes.Kubeconfig }),
+	one("sources.kubernetes.context", restart, optional(text("a name")),
+		"The file's context, if it is not the current one.",
+		func(c *Config) *string { return &c.Sources.Kubernetes.Context }),
+	one("sources.kubernetes.hostPorts", restart, boolean,
+		"Watch this node's Pods, whose host ports are frontends.",
+		func(c *Config) *bool { return &c.Sources.Kubernetes.HostPorts }),
+	one("sources.kubernetes.serviceRanges", restart, boolean,
+		"Watch ServiceCIDRs: what is translated for an address in them that is no Service's is stale.",
+		func(c *Config) *bool { return &c.Sources.Kubernetes.ServiceRanges }),
+	one("sources.kubernetes.events", restart, boolean,
+		"Write Events about Services whose rules disagree with them, which are cleaned too often, or "+
+			"whose annotation is not valid.",
+		func(c *Config) *bool { return &c.Sources.Kubernetes.Events }),
+	one("sources.kubernetes.eventThreshold", restart, integer(1, 1000000),
+		"Cleanings of one Service in an hour, more of which are worth an Event.",
+		func(c *Config) *int { return &c.Sources.Kubernetes.EventThreshold }),
 	many("sources.static.files", live, 0, text("a path"),
 		"Files, and directories that stand for every *.yaml, *.yml and *.json file in them. They are "+
 			"read again when they change.",
 		func(c *Config) *[]string { return &c.Sources.Static.Files }),
 
 	one("host.node", restart, optional(text("a name")),
-		"The Node whose point of view it is, for Kubernetes objects in files: its object tells the "+
-			"addresses, and local endpoints and host ports are those on it.",
+		"The Node whose point of view it is: its object tells the addresses, and local endpoints and "+
+			"host ports are those on it. With an API server and without a name here, it is NODE_NAME of "+
+			"the environment, or the host name.",
 		func(c *Config) *string { return &c.Host.Node }),
 	one("host.interfaces", restart, boolean,
 		"Learn the addresses of this host's interfaces, and their changes, from the kernel.",
@@ -69,9 +94,9 @@ var fields = []field{
 	many("host.addresses", live, 0, address,
 		"Further addresses of this host.",
 		func(c *Config) *[]netip.Addr { return &c.Host.Addresses }),
-	many("host.nodePortAddresses", live, 0, cidr,
-		"Ranges in which the proxy serves node ports, as kube-proxy's nodePortAddresses. Without any, "+
-			"it is taken to serve them on the addresses that the Node object lists, and perhaps on others.",
+	many("host.nodePortAddresses", live, 0, nodePortRange,
+		"Ranges in which the proxy serves node ports, as kube-proxy's nodePortAddresses; primary is the "+
+			"Node's first address of each family. Without any, the proxy is taken to serve them on the addresses that the Node object lists, and perhaps on others.",
 		func(c *Config) *[]netip.Prefix { return &c.Host.NodePortAddresses }),
 
 	one("sweep.udp", restart, sweepWord,

@@ -262,6 +262,29 @@ var cidr = kind[netip.Prefix]{
 	print: func(p netip.Prefix) string { return strconv.Quote(p.String()) },
 }
 
+// nodePortRange is a cidr, or the word that kube-proxy has for frontend.Primary.
+var nodePortRange = kind[netip.Prefix]{
+	allowed: cidr.allowed + ", or primary",
+	parse: func(n *yaml.Node) (netip.Prefix, error) {
+		if scalar(n, "!!str") && n.Value == "primary" {
+			return frontend.Primary, nil
+		}
+		return cidr.parse(n)
+	},
+	check: func(p netip.Prefix) error {
+		if p == frontend.Primary {
+			return nil
+		}
+		return cidr.check(p)
+	},
+	print: func(p netip.Prefix) string {
+		if p == frontend.Primary {
+			return "primary"
+		}
+		return cidr.print(p)
+	},
+}
+
 var address = kind[netip.Addr]{
 	allowed: "an IP address",
 	parse: func(n *yaml.Node) (a netip.Addr, err error) {
