@@ -21,6 +21,7 @@ import (
 // command that judges.
 type inputs struct {
 	state, before []string
+	cluster       clusterFlags
 	flows         string
 	node          string
 	nodeAddress   []string
@@ -40,10 +41,11 @@ func (in *inputs) register(c *cobra.Command) {
 		"`FILE` with the state known earlier: frontends that are gone since are swept (repeatable)")
 	f.StringVar(&in.flows, "flows", "",
 		"judge a saved table, a `FILE` as conntrack -L or /proc/net/nf_conntrack prints it,\ninstead of the live one; \"-\" is standard input")
-	f.StringVar(&in.node, "node", "", "`NAME` of the node whose point of view it is; its addresses come\nfrom the Node object")
+	in.cluster.register(f)
+	f.StringVar(&in.node, "node", "", "`NAME` of the node whose point of view it is; its addresses come\nfrom the Node object; with --kubernetes by default NODE_NAME of the\nenvironment, or the host name")
 	f.StringArrayVar(&in.nodeAddress, "node-address", nil, "a further `IP` of this host; without a Node object, one that the proxy\ncertainly serves node ports on (repeatable)")
 	f.StringSliceVar(&in.nodePorts, "node-port-addresses", nil,
-		"`CIDR,...` in which the proxy serves node ports, as kube-proxy's nodePortAddresses")
+		"`CIDR,...` in which the proxy serves node ports, as kube-proxy's nodePortAddresses;\n\"primary\" is the Node's first address of each family")
 	f.StringVar(&in.sweep, "sweep", frontend.DefaultPolicy.String(),
 		"what may be deleted of each protocol: all, unreplied or off; a `POLICY`")
 	f.UintSliceVar(&in.zones, "zone", []uint{0}, "conntrack `ZONES` to judge")
@@ -82,9 +84,13 @@ func (in *inputs) options() (o frontend.Options, host frontend.Host, families []
 		host.Other = append(host.Other, a.Unmap())
 	}
 	for _, s := range in.nodePorts {
+		if s == "primary" {
+			host.NodePorts = append(host.NodePorts, frontend.Primary)
+			continue
+		}
 		p, err := netip.ParsePrefix(s)
 		if err != nil || p.Addr().Is4In6() {
-			return o, host, nil, usagef("--node-port-addresses: %q is not a CIDR such as 192.0.2.0/24", s)
+			return o, host, nil, usagef("--node-port-addresses: %q is neither a CIDR such as 192.0.2.0/24 nor primary", s)
 		}
 		host.NodePorts = append(host.NodePorts, p.Masked())
 	}
@@ -109,8 +115,13 @@ func (in *inputs) check(cmd *cobra.Command) error {
 		}
 	}
 	switch {
-	case len(in.state) == 0:
-		return usagef("nothing to judge by: give the desired state with --state FILE (\"-\" for standard input)")
+	case len(in.state) == 0 && !in.cluster.given():
+		return usagef("nothing to judge by: give the desired state with --state FILE (\"-\" for standard input), " +
+			"or a cluster with --kubernetes")
+	case len(in.state) > 0 && in.cluster.given():
+		return usagef("--state and --kubernetes exclude each other: the state of a cluster is that of its API server")
+	case in.flows != "" && in.cluster.given() && in.node == "":
+		return usagef("--flows is a table of some host: give the name of that Node with --node")
 	case stdin > 1:
 		return usagef("only one input can be standard input (\"-\")")
 	case cmd.Flags().Changed("flows") && in.flows == "", cmd.Flags().Changed("netns") && in.netns == "":
@@ -139,7 +150,15 @@ func (in *inputs) load(cmd *cobra.Command) (*world, error) {
 		}
 		host.Other = append(host.Other, addrs...)
 	}
-	now, err := in.read(cmd, in.state)
+	var now *static.State
+	if in.cluster.given() {
+		var ranges []netip.Prefix
+		if now, ranges, err = in.cluster.read(cmd, in.node); err == nil {
+			w.table.SetServiceRanges(ranges...)
+		}
+	} else {
+		now, err = in.read(cmd, in.state)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -29,6 +29,7 @@ import (
 	"github.com/flowsweep/flowsweep/internal/sdnotify"
 	"github.com/flowsweep/flowsweep/source"
 	"github.com/flowsweep/flowsweep/source/host"
+	"github.com/flowsweep/flowsweep/source/kubernetes/cluster"
 	"github.com/flowsweep/flowsweep/source/static"
 )
 
@@ -40,6 +41,7 @@ const defaultConfig = "/etc/flowsweep/agent.yaml"
 type agentFlags struct {
 	config      string
 	state       []string
+	cluster     clusterFlags
 	node        string
 	nodeAddress []string
 	dryRun      bool
@@ -54,6 +56,7 @@ func (r *agentFlags) register(c *cobra.Command) {
 	f := c.Flags()
 	f.StringVar(&r.config, "config", "", "`FILE` of kind AgentConfiguration (default "+defaultConfig+", if it is there)")
 	f.StringArrayVar(&r.state, "state", nil, "`FILE` or directory of the desired state, instead of sources.static.files (repeatable)")
+	r.cluster.register(f)
 	f.StringVar(&r.node, "node", "", "`NAME` that overrides host.node")
 	f.StringArrayVar(&r.nodeAddress, "node-address", nil, "`IP` that overrides host.addresses (repeatable)")
 	f.BoolVar(&r.dryRun, "dry-run", false, "overrides dryRun: judge, and delete nothing")
@@ -79,6 +82,19 @@ func (r *agentFlags) load(cmd *cobra.Command) (*config.Config, error) {
 		return nil, err
 	}
 	set := cmd.Flags().Changed
+	if r.cluster.given() {
+		k := &c.Sources.Kubernetes
+		k.Enabled = true
+		if set("kubeconfig") {
+			k.Kubeconfig = r.cluster.kubeconfig
+		}
+		if set("context") {
+			k.Context = r.cluster.context
+		}
+		if read == nil {
+			c.Sources.Static.Files = nil // only the default
+		}
+	}
 	if set("state") {
 		c.Sources.Static.Files = r.state
 	}
@@ -133,7 +149,8 @@ and sweeps. What can change while it runs does so when its configuration file
 changes, or on SIGHUP, which also reopens the audit file; it says what needs a
 restart. SIGTERM ends it.`,
 		Example: `  flowsweep run --config agent.yaml
-  flowsweep run --state /etc/flowsweep/frontends.d --dry-run`,
+  flowsweep run --state /etc/flowsweep/frontends.d --dry-run
+  flowsweep run --kubeconfig /etc/kubernetes/kubelet.conf --node n1 --dry-run`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := r.load(cmd)
 			if err != nil {
@@ -250,16 +267,35 @@ func (d *daemon) run(ctx context.Context) error {
 	} else {
 		defer gens.Close()
 	}
-	d.static = static.Watch(d.cfg.Sources.Static.Files, d.cfg.Host.Node)
+	var sources []source.Source
+	metrics := admin.NewMetrics()
+	observers := []agent.Observer{metrics}
+	var events *cluster.Events
+	node := d.cfg.Host.Node
+	if d.cfg.Sources.Kubernetes.Enabled {
+		c, err := clusterConfig(d.cfg)
+		if err != nil {
+			return err
+		}
+		k, e, err := d.kubernetes(c)
+		if err != nil {
+			return err
+		}
+		sources = append(sources, k)
+		if e != nil {
+			events, observers = e.events, append(observers, e)
+		}
+		node = c.Node
+	}
+	d.static = static.Watch(d.cfg.Sources.Static.Files, node)
 	h := d.cfg.Host
 	d.host = host.New(host.Config{
 		NetNS: ns.namespace(), Include: h.Include, Exclude: excluded(h), Addresses: h.Addresses,
 	})
-	sources := []source.Source{d.static, d.host}
-	metrics := admin.NewMetrics()
+	sources = append(sources, d.static, d.host)
 	d.agent = agent.New(agent.Options{
 		Config: agentConfig(d.cfg), Conn: conn, Ruleset: agent.NewRuleset(gens, ns.namespace()),
-		Sources: sources, Log: d.log, Observer: metrics, OnFlow: d.flow,
+		Sources: sources, Log: d.log, Observers: observers, OnFlow: d.flow,
 	})
 	server := admin.New(admin.Options{
 		Agent: d.agent, Metrics: metrics, Log: d.log, Version: versionString(),
@@ -291,14 +327,44 @@ func (d *daemon) run(ctx context.Context) error {
 			d.log.Error("the admin endpoint ended", "err", err)
 		}
 	})
+	if events != nil {
+		work.Go(func() { events.Run(ctx) })
+	}
 	work.Go(func() { d.watchConfig(ctx) })
 	work.Go(func() { d.watchdog(ctx) })
-	d.log.Info("flowsweep runs", "version", versionString(), "dryRun", d.cfg.DryRun, "files", d.cfg.Sources.Static.Files)
+	d.log.Info("flowsweep runs", "version", versionString(), "dryRun", d.cfg.DryRun, "sources", names(sources))
 	d.told(d.notify.Ready("waiting for the sources"))
 	err = d.agent.Run(ctx)
 	d.told(d.notify.Stopping())
 	d.log.Info("flowsweep ends")
 	return err
+}
+
+// kubernetes returns the source of a cluster, and what writes Events there, nil
+// where that is off.
+func (d *daemon) kubernetes(c cluster.Config) (*cluster.Source, *serviceEvents, error) {
+	c.Log = d.log
+	var e *serviceEvents
+	if d.cfg.Sources.Kubernetes.Events {
+		e = &serviceEvents{threshold: d.cfg.Sources.Kubernetes.EventThreshold}
+		c.OnProblem = e.problem
+	}
+	s, err := cluster.New(c)
+	if err != nil {
+		return nil, nil, err
+	}
+	if e != nil {
+		e.events = cluster.NewEvents(s, d.log)
+	}
+	return s, e, nil
+}
+
+func names(sources []source.Source) []string {
+	var list []string
+	for _, s := range sources {
+		list = append(list, s.Name())
+	}
+	return list
 }
 
 // listen opens a listener for the admin endpoint; the zero address is none.

@@ -10,18 +10,18 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// NodeAddresses returns the internal and external IP addresses that a Node
-// lists, in its order and without loopback: those on which a proxy serves node
-// ports. Host names and what does not parse are left out.
+// NodeAddresses returns the IP addresses that a Node lists, without loopback:
+// those on which a proxy serves node ports. The internal ones come first, so that
+// the first of a family is the one that kube-proxy calls primary (GetNodeHostIPs
+// of k8s.io/component-helpers). Host names and what does not parse are left out.
 func NodeAddresses(node *corev1.Node) []netip.Addr {
 	var addrs []netip.Addr
-	for _, a := range node.Status.Addresses {
-		if a.Type != corev1.NodeInternalIP && a.Type != corev1.NodeExternalIP {
-			continue
-		}
-		ip, err := parseAddr(a.Address)
-		if err == nil && !ip.IsLoopback() && !slices.Contains(addrs, ip) {
-			addrs = append(addrs, ip)
+	for _, kind := range []corev1.NodeAddressType{corev1.NodeInternalIP, corev1.NodeExternalIP} {
+		for _, a := range node.Status.Addresses {
+			ip, err := parseAddr(a.Address)
+			if a.Type == kind && err == nil && !ip.IsLoopback() && !slices.Contains(addrs, ip) {
+				addrs = append(addrs, ip)
+			}
 		}
 	}
 	return addrs

@@ -16,6 +16,11 @@ import (
 // proxy than the node's own serves it.
 const LabelServiceProxyName = "service.kubernetes.io/service-proxy-name"
 
+// AnnotationSweep on a Service says what may be deleted of its stale flows, by
+// protocol, as in "udp=all,tcp=off"; protocols that it does not name are as
+// configured.
+const AnnotationSweep = "flowsweep.dev/sweep"
+
 var families = [...]conntrack.Family{conntrack.IPv4, conntrack.IPv6}
 
 // ServiceFrontends returns the frontends of a Service as the proxy on the named
@@ -38,6 +43,7 @@ func (b *builder) service(svc *corev1.Service, eps []*discoveryv1.EndpointSlice)
 	}
 	b.readSlices(svc, eps)
 	_, foreign := svc.Labels[LabelServiceProxyName]
+	own := b.ownPolicy(svc)
 	fs := make([]frontend.Frontend, 0, len(dests)*len(svc.Spec.Ports))
 	for i := range svc.Spec.Ports {
 		p := &svc.Spec.Ports[i]
@@ -70,11 +76,32 @@ func (b *builder) service(svc *corev1.Service, eps []*discoveryv1.EndpointSlice)
 				Ports:   frontend.Port(number),
 				Valid:   sets[k].valid,
 				Usable:  sets[k].usable(localOnly(svc, d.kind)),
+				Sweep:   own[proto],
 				Foreign: foreign,
 			})
 		}
 	}
 	return fs
+}
+
+// ownPolicy returns what AnnotationSweep says, by protocol. A value that makes
+// no sense says nothing.
+func (b *builder) ownPolicy(svc *corev1.Service) map[uint8]*frontend.Sweep {
+	text, ok := svc.Annotations[AnnotationSweep]
+	if !ok {
+		return nil
+	}
+	named, err := frontend.ParsePolicies(text)
+	if err != nil {
+		b.report("Service", svc.Namespace, svc.Name, "metadata.annotations["+AnnotationSweep+"]",
+			fmt.Errorf("%w; the whole annotation is ignored", err))
+		return nil
+	}
+	own := make(map[uint8]*frontend.Sweep, len(named))
+	for proto, sweep := range named {
+		own[proto] = &sweep
+	}
+	return own
 }
 
 // servicePort returns the numbers of a Service's i-th port. A port that does

@@ -1,0 +1,299 @@
+// Package cluster learns frontends from a Kubernetes API server: live, as a
+// source of the agent ([Source]), or once ([Read]).
+//
+// It lists and watches Services, EndpointSlices, one Node and, where asked to,
+// that Node's Pods and the ServiceCIDRs, and nothing else. Each object is stripped
+// to what counts before it is kept, and one change is the work of one Service.
+//
+//	reflector (Services) ───────┐
+//	reflector (EndpointSlices) ─┤            units of the object that changed
+//	reflector (this Node) ──────┼──▶ state ─────────────────────────────────▶ Sink
+//	reflector (its Pods) ───────┤            all units, after each list
+//	reflector (ServiceCIDRs) ───┘
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"net/url"
+	"strconv"
+	"sync"
+	"sync/atomic"
+
+	"github.com/go-logr/logr"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/pager"
+	"k8s.io/klog/v2"
+
+	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/source"
+)
+
+// Config says what to learn, and from where.
+type Config struct {
+	// API is how the API server is reached; see Connect.
+	API *rest.Config
+	// Node is the name of the Node whose point of view it is. It must exist.
+	Node string
+	// HostPorts: watch the Node's Pods, whose host ports are frontends too.
+	HostPorts bool
+	// ServiceRanges: watch ServiceCIDRs (Kubernetes 1.33; where the API server
+	// does not know them there are none), in which what is no frontend is gone.
+	ServiceRanges bool
+
+	Log *slog.Logger // nil: none
+	// OnProblem, if set, is told once of each part of an object that does not
+	// count, a *kubernetes.Error. It must return at once.
+	OnProblem func(problem error)
+}
+
+// kind is a kind of object that is watched.
+type kind uint8
+
+const (
+	services kind = iota
+	endpointSlices
+	nodes
+	pods
+	serviceCIDRs
+	kinds // how many there are
+)
+
+// resources are how the kinds are asked for.
+var resources = [kinds]struct {
+	name string
+	of   runtime.Object
+	list func() runtime.Object
+	// disable tells how to do without, "" where that cannot be.
+	disable string
+}{
+	services:       {"services", &corev1.Service{}, func() runtime.Object { return &corev1.ServiceList{} }, ""},
+	endpointSlices: {"endpointslices", &discoveryv1.EndpointSlice{}, func() runtime.Object { return &discoveryv1.EndpointSliceList{} }, ""},
+	nodes:          {"nodes", &corev1.Node{}, func() runtime.Object { return &corev1.NodeList{} }, ""},
+	pods: {
+		"pods", &corev1.Pod{}, func() runtime.Object { return &corev1.PodList{} },
+		"sources.kubernetes.hostPorts: false",
+	},
+	serviceCIDRs: {
+		"servicecidrs", &networkingv1.ServiceCIDR{}, func() runtime.Object { return &networkingv1.ServiceCIDRList{} },
+		"sources.kubernetes.serviceRanges: false",
+	},
+}
+
+// String returns the resource's name as in an RBAC rule.
+func (k kind) String() string { return resources[k].name }
+
+// wanted returns the kinds that are to be watched.
+func (c *Config) wanted() []kind {
+	list := []kind{services, endpointSlices, nodes}
+	if c.HostPorts {
+		list = append(list, pods)
+	}
+	if c.ServiceRanges {
+		list = append(list, serviceCIDRs)
+	}
+	return list
+}
+
+// narrow limits a request to the objects that count.
+func (c *Config) narrow(k kind, o *metav1.ListOptions) {
+	switch k {
+	case services:
+		// As kube-proxy. Services of a foreign proxy, which it leaves out likewise,
+		// are wanted: their addresses are not ours.
+		o.LabelSelector = "!" + corev1.IsHeadlessService
+	case nodes:
+		o.FieldSelector = fields.OneTermEqualSelector(metav1.ObjectNameField, c.Node).String()
+	case pods:
+		o.FieldSelector = fields.OneTermEqualSelector("spec.nodeName", c.Node).String()
+	case endpointSlices, serviceCIDRs, kinds:
+	}
+}
+
+// Source is the live source. It implements source.Source.
+type Source struct {
+	cfg    Config
+	client *client
+	state  atomic.Pointer[state] // once Run was called
+}
+
+// New returns a source; Run starts it. It fails where the API server's address
+// or credentials make no sense, and does not connect yet.
+func New(cfg Config) (*Source, error) {
+	c, err := newClient(cfg.API)
+	if err != nil {
+		return nil, err
+	}
+	return &Source{cfg: cfg, client: c}, nil
+}
+
+// Name returns "kubernetes".
+func (s *Source) Name() string { return "kubernetes" }
+
+// Run implements source.Source. It is complete when each list was read whole and
+// the Node was found. A connection that breaks is made again with back-off; a
+// watch that has expired is followed by a list.
+func (s *Source) Run(ctx context.Context, sink source.Sink) error {
+	// What its reflectors have to say is said by Fault.
+	ctx = klog.NewContext(ctx, logr.Discard())
+	st := newState(s.cfg, sink)
+	s.state.Store(st)
+	var work sync.WaitGroup
+	for _, k := range s.cfg.wanted() {
+		r := cache.NewReflectorWithOptions(
+			cache.ToListWatcherWithWatchListSemantics(s.listWatch(k, st), s.client),
+			resources[k].of, &store{st, k},
+			cache.ReflectorOptions{Name: k.String(), Logger: new(logr.Discard())})
+		work.Go(func() { r.RunWithContext(ctx) })
+	}
+	work.Wait()
+	return nil
+}
+
+// listWatch asks the API server for a kind, and tells the state how that went.
+func (s *Source) listWatch(k kind, st *state) *cache.ListWatch {
+	broken := false // since the connection broke, another server may have answered
+	return &cache.ListWatch{
+		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+			list, err := s.client.list(ctx, &s.cfg, k, o)
+			broken = broken || err != nil
+			st.asked(k, err)
+			return list, err
+		},
+		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+			streaming := o.SendInitialEvents != nil
+			if broken && !streaming {
+				if err := s.rewound(ctx, k, o.ResourceVersion); err != nil {
+					st.asked(k, err)
+					return nil, err
+				}
+			}
+			w, err := s.client.watch(ctx, &s.cfg, k, o)
+			if broken = err != nil; streaming && apierrors.IsInvalid(err) {
+				return nil, err // a server that does not stream lists; a list follows
+			}
+			st.asked(k, err)
+			return w, err
+		},
+	}
+}
+
+// rewound returns an error that makes the reflector list again where the API
+// server's storage is older than what is known: it was restored from a backup, or
+// begun anew. A watch from a version of the future would be accepted, and wait in
+// silence until the storage gets there.
+func (s *Source) rewound(ctx context.Context, k kind, known string) error {
+	list, err := s.client.list(ctx, &s.cfg, k, metav1.ListOptions{Limit: 1})
+	if err != nil {
+		return err
+	}
+	acc, err := meta.ListAccessor(list)
+	if err != nil {
+		return err
+	}
+	is, err1 := strconv.ParseUint(acc.GetResourceVersion(), 10, 64)
+	was, err2 := strconv.ParseUint(known, 10, 64)
+	if err := errors.Join(err1, err2); err == nil && is < was {
+		return apierrors.NewResourceExpired(fmt.Sprintf("the storage is at version %d, before %d", is, was))
+	}
+	return nil
+}
+
+// World is what Read has read.
+type World struct {
+	Units         map[string][]frontend.Frontend
+	NodeAddresses []netip.Addr
+	ServiceRanges []netip.Prefix
+	// Problems are the parts of objects that do not count, each a
+	// *kubernetes.Error.
+	Problems []error
+}
+
+// Read lists everything once. It fails unless every list was read whole and the
+// Node exists.
+func Read(ctx context.Context, cfg Config) (*World, error) {
+	c, err := newClient(cfg.API)
+	if err != nil {
+		return nil, err
+	}
+	w := &World{}
+	cfg.OnProblem = func(err error) { w.Problems = append(w.Problems, err) }
+	st := newState(cfg, reading{w})
+	for _, k := range cfg.wanted() {
+		var items []any
+		err := pager.New(func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+			return c.list(ctx, &cfg, k, o)
+		}).EachListItem(ctx, metav1.ListOptions{}, func(obj runtime.Object) error {
+			items = append(items, strip(obj, cfg.Node))
+			return nil
+		})
+		if err != nil && !absent(k, err) {
+			return nil, told(k, err)
+		}
+		if err := (&store{st, k}).Replace(items, ""); err != nil {
+			return nil, err
+		}
+	}
+	if !st.complete {
+		return nil, st.missingNode()
+	}
+	return w, nil
+}
+
+// reading is the sink of Read.
+type reading struct{ w *World }
+
+// Replace implements source.Sink.
+func (r reading) Replace(units map[string][]frontend.Frontend) { r.w.Units = units }
+
+// Host implements source.Sink.
+func (r reading) Host(h source.Host) { r.w.NodeAddresses = h.Listed }
+
+// ServiceRanges implements source.Sink.
+func (r reading) ServiceRanges(ranges []netip.Prefix) { r.w.ServiceRanges = ranges }
+
+// Set implements source.Sink: there is no change after the lists.
+func (r reading) Set(string, []frontend.Frontend) {}
+
+// Fault implements source.Sink: a fault is an error of Read.
+func (r reading) Fault(error) {}
+
+// absent tells whether an error says that the API server does not know a kind
+// that need not be there.
+func absent(k kind, err error) bool { return k == serviceCIDRs && apierrors.IsNotFound(err) }
+
+// told makes an error of a request one for people: with the remedy where the API
+// server has an objection, and the same for all kinds where it cannot be reached.
+func told(k kind, err error) error {
+	var request *url.Error
+	var op *net.OpError
+	switch {
+	case errors.As(err, &op) && op.Addr != nil:
+		return fmt.Errorf("API server: %s %s: %w", op.Op, op.Addr, op.Err)
+	case errors.As(err, &request):
+		return fmt.Errorf("API server: %w", request.Err)
+	case apierrors.IsForbidden(err):
+		remedy := "grant list and watch on " + k.String()
+		if d := resources[k].disable; d != "" {
+			remedy += ", or set " + d
+		}
+		return fmt.Errorf("%s: %w; %s", k, err, remedy)
+	case apierrors.IsUnauthorized(err):
+		return fmt.Errorf("%s: %w; the API server does not accept these credentials: check the token or the kubeconfig file", k, err)
+	}
+	return fmt.Errorf("%s: %w", k, err)
+}

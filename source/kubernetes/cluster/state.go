@@ -1,0 +1,340 @@
+package cluster
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/cache"
+
+	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/source"
+	"github.com/flowsweep/flowsweep/source/kubernetes"
+)
+
+type name = types.NamespacedName
+
+func nameOf(o metav1.Object) name { return name{Namespace: o.GetNamespace(), Name: o.GetName()} }
+
+// state is what is known of the cluster, stripped, and how far.
+type state struct {
+	cfg  Config
+	sink source.Sink
+
+	mu       sync.Mutex
+	services map[name]*corev1.Service
+	slices   map[name][]*discoveryv1.EndpointSlice // by Service
+	serves   map[name]name                         // the Service of each slice
+	pods     map[name]*corev1.Pod                  // with host ports
+	node     *corev1.Node
+	ranges   map[string][]netip.Prefix // by ServiceCIDR
+
+	listed   [kinds]bool
+	complete bool
+	faults   [kinds]error
+	problems map[string][]string // by unit, those that were told of
+}
+
+func newState(cfg Config, sink source.Sink) *state {
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	return &state{
+		cfg: cfg, sink: sink,
+		services: map[name]*corev1.Service{},
+		slices:   map[name][]*discoveryv1.EndpointSlice{},
+		serves:   map[name]name{},
+		pods:     map[name]*corev1.Pod{},
+		ranges:   map[string][]netip.Prefix{},
+		problems: map[string][]string{},
+	}
+}
+
+// asked notes how a request for a kind went, and tells the sink where that
+// changes something.
+func (s *state) asked(k kind, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if absent(k, err) {
+		err = nil
+		if !s.listed[k] { // an API server that has none of them
+			s.listed[k] = true
+			s.deliver()
+		}
+	}
+	if err != nil {
+		err = told(k, err)
+	}
+	if k == nodes && err == nil && s.listed[nodes] && s.node == nil {
+		return // the request went well, and the Node is still missing
+	}
+	s.fault(k, err)
+}
+
+func (s *state) fault(k kind, err error) {
+	if err == nil && s.faults[k] == nil {
+		return
+	}
+	s.faults[k] = err
+	var texts []string // one for what all kinds suffer from
+	for _, err := range s.faults {
+		if err != nil && !slices.Contains(texts, err.Error()) {
+			texts = append(texts, err.Error())
+		}
+	}
+	if len(texts) == 0 {
+		s.sink.Fault(nil)
+	} else {
+		s.sink.Fault(errors.New(strings.Join(texts, "; ")))
+	}
+}
+
+// store is what a reflector keeps one kind in; see cache.ReflectorStore.
+type store struct {
+	*state
+	kind kind
+}
+
+// Transformer strips objects while a list streams in.
+func (s *store) Transformer() cache.TransformFunc {
+	return func(obj any) (any, error) {
+		if o, ok := obj.(runtime.Object); ok {
+			return strip(o, s.cfg.Node), nil
+		}
+		return obj, nil
+	}
+}
+
+// Add puts an object that a watch tells of.
+func (s *store) Add(obj any) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.put(strip(obj.(runtime.Object), s.cfg.Node), s.update)
+	return nil
+}
+
+// Update is Add.
+func (s *store) Update(obj any) error { return s.Add(obj) }
+
+// Delete takes an object away that a watch tells the end of.
+func (s *store) Delete(obj any) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch o := obj.(type) {
+	case *corev1.Service:
+		delete(s.services, nameOf(o))
+		s.update(serviceUnit, nameOf(o))
+	case *discoveryv1.EndpointSlice:
+		s.dropSlice(nameOf(o), s.update)
+	case *corev1.Pod:
+		delete(s.pods, nameOf(o))
+		s.update(podUnit, nameOf(o))
+	case *corev1.Node:
+		s.setNode(nil)
+	case *networkingv1.ServiceCIDR:
+		delete(s.ranges, o.Name)
+		s.sendRanges()
+	}
+	return nil
+}
+
+// Replace takes a whole list. The sink then gets everything, so that its guard
+// sees how much there was and is.
+func (s *store) Replace(items []any, _ string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch s.kind {
+	case services:
+		clear(s.services)
+	case endpointSlices:
+		clear(s.slices)
+		clear(s.serves)
+	case pods:
+		clear(s.pods)
+	case serviceCIDRs:
+		clear(s.ranges)
+	case nodes:
+		if len(items) == 0 {
+			s.setNode(nil)
+		}
+	case kinds:
+	}
+	for _, obj := range items {
+		s.put(strip(obj.(runtime.Object), s.cfg.Node), func(string, name) {})
+	}
+	s.listed[s.kind] = true
+	s.deliver()
+	return nil
+}
+
+// Resync has nothing to do: no object waits for being looked at.
+func (s *store) Resync() error { return nil }
+
+// The kinds of units, as kubernetes.Frontends calls them.
+const (
+	serviceUnit = "service "
+	podUnit     = "pod "
+)
+
+// put keeps a stripped object and calls touched for the units that it is part of.
+func (s *state) put(obj runtime.Object, touched func(kind string, n name)) {
+	switch o := obj.(type) {
+	case *corev1.Service:
+		s.services[nameOf(o)] = o
+		touched(serviceUnit, nameOf(o))
+	case *discoveryv1.EndpointSlice:
+		of := name{Namespace: o.Namespace, Name: o.Labels[discoveryv1.LabelServiceName]}
+		if was, ok := s.serves[nameOf(o)]; ok && was != of {
+			s.dropSlice(nameOf(o), touched)
+		}
+		s.serves[nameOf(o)] = of
+		list := s.slices[of]
+		if i := slices.IndexFunc(list, func(x *discoveryv1.EndpointSlice) bool { return x.Name == o.Name }); i >= 0 {
+			list[i] = o
+		} else {
+			s.slices[of] = append(list, o)
+		}
+		touched(serviceUnit, of)
+	case *corev1.Pod:
+		if len(o.Spec.Containers)+len(o.Spec.InitContainers) > 0 {
+			s.pods[nameOf(o)] = o
+		} else {
+			delete(s.pods, nameOf(o))
+		}
+		touched(podUnit, nameOf(o))
+	case *corev1.Node:
+		s.setNode(o)
+	case *networkingv1.ServiceCIDR:
+		s.ranges[o.Name] = prefixes(o)
+		s.sendRanges()
+	}
+}
+
+func (s *state) dropSlice(slice name, touched func(kind string, n name)) {
+	of, ok := s.serves[slice]
+	if !ok {
+		return
+	}
+	delete(s.serves, slice)
+	s.slices[of] = slices.DeleteFunc(s.slices[of], func(x *discoveryv1.EndpointSlice) bool { return x.Name == slice.Name })
+	if len(s.slices[of]) == 0 {
+		delete(s.slices, of)
+	}
+	touched(serviceUnit, of)
+}
+
+// setNode takes note of this host's Node. What it said last counts while it is
+// away: a Node that is registered anew is the same host.
+func (s *state) setNode(n *corev1.Node) {
+	if n == nil {
+		s.fault(nodes, s.missingNode())
+		return
+	}
+	s.node = n
+	s.fault(nodes, nil)
+	if s.complete {
+		s.sendHost()
+	}
+	s.deliver()
+}
+
+func (s *state) missingNode() error {
+	return fmt.Errorf("there is no Node named %q; give the name of this host's Node with --node or in NODE_NAME", s.cfg.Node)
+}
+
+func (s *state) sendHost() { s.sink.Host(source.Host{Listed: kubernetes.NodeAddresses(s.node)}) }
+
+func (s *state) sendRanges() {
+	if !s.complete {
+		return
+	}
+	var list []netip.Prefix
+	for _, ranges := range s.ranges {
+		list = append(list, ranges...)
+	}
+	slices.SortFunc(list, netip.Prefix.Compare)
+	s.sink.ServiceRanges(list)
+}
+
+// deliver gives the sink everything, once everything is known.
+func (s *state) deliver() {
+	first := !s.complete
+	for _, k := range s.cfg.wanted() {
+		if !s.listed[k] {
+			return
+		}
+	}
+	if s.node == nil {
+		return
+	}
+	s.complete = true
+	if first {
+		s.sendHost()
+		s.sendRanges()
+	}
+	units := make(map[string][]frontend.Frontend, len(s.services)+len(s.pods))
+	for n := range s.services {
+		if fs := s.frontends(serviceUnit, n); len(fs) > 0 {
+			units[serviceUnit+n.String()] = fs
+		}
+	}
+	for n := range s.pods {
+		if fs := s.frontends(podUnit, n); len(fs) > 0 {
+			units[podUnit+n.String()] = fs
+		}
+	}
+	s.sink.Replace(units)
+}
+
+// update gives the sink what one unit is now.
+func (s *state) update(kind string, n name) {
+	if s.complete {
+		s.sink.Set(kind+n.String(), s.frontends(kind, n))
+	}
+}
+
+// frontends builds a unit, and tells of what in it does not count.
+func (s *state) frontends(kind string, n name) []frontend.Frontend {
+	var fs []frontend.Frontend
+	var problems []error
+	if kind == serviceUnit {
+		if svc := s.services[n]; svc != nil {
+			fs, problems = kubernetes.ServiceFrontends(svc, s.slices[n], s.cfg.Node)
+		}
+	} else if pod := s.pods[n]; pod != nil {
+		fs, problems = kubernetes.PodFrontends(pod, s.cfg.Node)
+	}
+	s.tell(kind+n.String(), problems)
+	return fs
+}
+
+// tell logs what does not count, each once as long as it lasts.
+func (s *state) tell(unit string, problems []error) {
+	before := s.problems[unit]
+	if len(problems) == 0 {
+		delete(s.problems, unit)
+		return
+	}
+	var now []string
+	for _, err := range problems {
+		text := err.Error()
+		if now = append(now, text); slices.Contains(before, text) {
+			continue
+		}
+		s.cfg.Log.Warn("part of an object does not count", "err", err)
+		if s.cfg.OnProblem != nil {
+			s.cfg.OnProblem(err)
+		}
+	}
+	s.problems[unit] = now
+}
