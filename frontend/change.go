@@ -135,9 +135,10 @@ func (c *Change) compareClass(k Key, policy Sweep, before, after []claim) {
 		s.Cause = CauseNew
 		c.Suspects = append(c.Suspects, s)
 		return
-	case len(after) == 0 && len(before) > 0:
+	case len(after) == 0 && len(before) > 0, was && !is && allows(before, policy) < All:
 		// A foreign claim that goes counts too: it may have covered a tombstone
-		// for every address of this host.
+		// for every address of this host. One of ours that leaves a foreign one
+		// behind may have held back what an overlapping one allows.
 		s.Cause = CauseGone
 		c.Suspects = append(c.Suspects, s)
 		return

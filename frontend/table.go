@@ -109,6 +109,8 @@ type Table struct {
 	anyLocal int
 	// scope counts the entries by family and protocol.
 	scope map[Scope]int
+	// What Len returns.
+	frontends, tombstones int
 	// most is the most that the policy or any frontend so far has allowed to be
 	// deleted of a protocol. It never shrinks.
 	most map[uint8]Sweep
@@ -222,14 +224,18 @@ func (t *Table) Zones() []uint16 { return slices.Clone(t.zones) }
 func (t *Table) Len() (frontends, tombstones int) {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
-	for _, e := range t.entries {
-		if len(e.claims) == 0 {
-			tombstones++
-		} else if ours(e.claims) {
-			frontends++
-		}
+	return t.frontends, t.tombstones
+}
+
+// count adds n for what the entry of a key is.
+func (t *Table) count(k Key, n int) {
+	switch e := t.entries[k]; {
+	case e == nil:
+	case len(e.claims) == 0:
+		t.tombstones += n
+	case ours(e.claims):
+		t.frontends += n
 	}
-	return frontends, tombstones
 }
 
 // Set replaces what one unit contributes: all frontends of a Service, a Pod or
@@ -304,6 +310,7 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 				if e := t.entries[k]; e != nil {
 					before[k] = slices.Clone(e.claims)
 				}
+				t.count(k, -1)
 			}
 		}
 	}
@@ -330,6 +337,7 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 		policy := t.policy.Of(k.Proto)
 		ch.compare(k, policy, before[k], e.claims)
 		if len(e.claims) > 0 {
+			t.count(k, 1)
 			continue
 		}
 		for _, c := range before[k] {
@@ -342,6 +350,8 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 		}
 		if e.tomb == (Tombstone{}) {
 			t.remove(k)
+		} else {
+			t.tombstones++
 		}
 	}
 	for i := range old {
@@ -578,6 +588,7 @@ func (t *Table) Bury(list ...Tombstone) Change {
 			continue
 		}
 		t.entry(tomb.Key).tomb = tomb
+		t.tombstones++
 		t.allow(tomb.Key.Proto, tomb.Sweep)
 		ch.Suspects = append(ch.Suspects, Suspect{
 			Key: tomb.Key, Cause: CauseGone, Owner: tomb.Owner, Kind: tomb.Kind,
@@ -591,6 +602,7 @@ func (t *Table) Forget(keys ...Key) {
 	defer t.lock()()
 	for _, k := range keys {
 		if e := t.entries[k]; e != nil && len(e.claims) == 0 {
+			t.tombstones--
 			t.remove(k)
 		}
 	}

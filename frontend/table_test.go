@@ -638,6 +638,10 @@ func TestAgainstModel(t *testing.T) {
 				m.set(unit, slices.Clone(fs))
 				ch = tab.Set(unit, fs)
 			}
+			frontends, tombstones := tab.Len()
+			if f, d := len(tab.Frontends()), len(tab.Tombstones()); frontends != f || tombstones != d {
+				t.Fatalf("Len says %d and %d, of %d frontends and %d tombstones", frontends, tombstones, f, d)
+			}
 			for i := range flows {
 				v, _ := tab.Explain(&flows[i])
 				if plain := tab.Judge(&flows[i]); plain != v {

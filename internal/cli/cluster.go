@@ -7,7 +7,6 @@ import (
 	"os"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 
 	"github.com/flowsweep/flowsweep/agent/config"
 	"github.com/flowsweep/flowsweep/source/kubernetes"
@@ -26,7 +25,8 @@ type clusterFlags struct {
 	context    string
 }
 
-func (k *clusterFlags) register(f *pflag.FlagSet) {
+func (k *clusterFlags) register(c *cobra.Command) {
+	f := c.Flags()
 	f.BoolVar(&k.kubernetes, "kubernetes", false,
 		"take the state from a cluster's API server: in a Pod by its ServiceAccount,\nelsewhere as kubectl does")
 	f.StringVar(&k.kubeconfig, "kubeconfig", "", "kubeconfig `FILE` of the cluster; implies --kubernetes")

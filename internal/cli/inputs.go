@@ -41,7 +41,7 @@ func (in *inputs) register(c *cobra.Command) {
 		"`FILE` with the state known earlier: frontends that are gone since are swept (repeatable)")
 	f.StringVar(&in.flows, "flows", "",
 		"judge a saved table, a `FILE` as conntrack -L or /proc/net/nf_conntrack prints it,\ninstead of the live one; \"-\" is standard input")
-	in.cluster.register(f)
+	in.cluster.register(c)
 	f.StringVar(&in.node, "node", "", "`NAME` of the node whose point of view it is; its addresses come\nfrom the Node object; with --kubernetes by default NODE_NAME of the\nenvironment, or the host name")
 	f.StringArrayVar(&in.nodeAddress, "node-address", nil, "a further `IP` of this host; without a Node object, one that the proxy\ncertainly serves node ports on (repeatable)")
 	f.StringSliceVar(&in.nodePorts, "node-port-addresses", nil,

@@ -56,7 +56,7 @@ func (r *agentFlags) register(c *cobra.Command) {
 	f := c.Flags()
 	f.StringVar(&r.config, "config", "", "`FILE` of kind AgentConfiguration (default "+defaultConfig+", if it is there)")
 	f.StringArrayVar(&r.state, "state", nil, "`FILE` or directory of the desired state, instead of sources.static.files (repeatable)")
-	r.cluster.register(f)
+	r.cluster.register(c)
 	f.StringVar(&r.node, "node", "", "`NAME` that overrides host.node")
 	f.StringArrayVar(&r.nodeAddress, "node-address", nil, "`IP` that overrides host.addresses (repeatable)")
 	f.BoolVar(&r.dryRun, "dry-run", false, "overrides dryRun: judge, and delete nothing")

@@ -41,6 +41,7 @@ func (r *recorder) Host(h source.Host) {
 }
 
 func (r *recorder) Fault(err error) { r.told <- err }
+
 func (r *recorder) Replace(map[string][]frontend.Frontend) {
 	r.t.Error("the source knows no frontends")
 }

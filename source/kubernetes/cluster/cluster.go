@@ -24,7 +24,6 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/go-logr/logr"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
@@ -149,7 +148,7 @@ func (s *Source) Name() string { return "kubernetes" }
 // watch that has expired is followed by a list.
 func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	// What its reflectors have to say is said by Fault.
-	ctx = klog.NewContext(ctx, logr.Discard())
+	ctx = klog.NewContext(ctx, klog.Logger{})
 	st := newState(s.cfg, sink)
 	s.state.Store(st)
 	var work sync.WaitGroup
@@ -157,7 +156,7 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 		r := cache.NewReflectorWithOptions(
 			cache.ToListWatcherWithWatchListSemantics(s.listWatch(k, st), s.client),
 			resources[k].of, &store{st, k},
-			cache.ReflectorOptions{Name: k.String(), Logger: new(logr.Discard())})
+			cache.ReflectorOptions{Name: k.String(), Logger: &klog.Logger{}})
 		work.Go(func() { r.RunWithContext(ctx) })
 	}
 	work.Wait()
