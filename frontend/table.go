@@ -92,6 +92,13 @@ type Tombstone struct {
 	Sweep *Sweep // as in Frontend
 }
 
+func (t *Tombstone) sweep(p Policy) Sweep {
+	if t.Sweep != nil {
+		return *t.Sweep
+	}
+	return p.Of(t.Key.Proto)
+}
+
 // Table is the desired state: all frontends, by where they are reached. It is
 // safe for concurrent use; a judgement takes a read lock and allocates nothing.
 type Table struct {
@@ -302,6 +309,7 @@ func sortedKeys[V any](m map[string]V) []string {
 func (t *Table) set(unit string, fs []Frontend) Change {
 	old := t.units[unit]
 	before := make(map[Key][]claim, len(old)+len(fs))
+	var ended []Tombstone // that end, and may have held back what others allow
 	for _, list := range [][]Frontend{old, fs} {
 		for i := range list {
 			k := list[i].Key()
@@ -309,6 +317,9 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 				before[k] = nil
 				if e := t.entries[k]; e != nil {
 					before[k] = slices.Clone(e.claims)
+					if len(e.claims) == 0 && e.tomb.sweep(t.policy) < All {
+						ended = append(ended, e.tomb)
+					}
 				}
 				t.count(k, -1)
 			}
@@ -352,6 +363,11 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 			t.remove(k)
 		} else {
 			t.tombstones++
+		}
+	}
+	for _, tomb := range ended {
+		if e := t.entries[tomb.Key]; e != nil && !ours(e.claims) {
+			ch.Suspects = append(ch.Suspects, Suspect{Key: tomb.Key, Cause: CauseGone, Owner: tomb.Owner, Kind: tomb.Kind})
 		}
 	}
 	for i := range old {
