@@ -122,6 +122,7 @@ type Agent struct {
 	retryAt   time.Time
 	disagrees map[string]*Disagreement // by frontend and backend
 	graves    map[frontend.Key]time.Time
+	doubts    doubts
 	saved     saver
 	// doubtUntil: the first lists lacked most of what the state file told of.
 	doubtUntil time.Time
@@ -152,6 +153,7 @@ func New(o Options) *Agent {
 		watches:   newWatches(o.Config.Window),
 		disagrees: map[string]*Disagreement{},
 		graves:    map[frontend.Key]time.Time{},
+		doubts:    doubts{},
 	}
 	for _, s := range o.Sources {
 		a.feeds = append(a.feeds, &feed{a: a, name: s.Name(), units: map[string]size{}})
@@ -393,7 +395,7 @@ func (a *Agent) run(ctx context.Context, j *job) Pass {
 		plan = planner.Narrow(j.change)
 	}
 	counts := map[StaleCount]int{}
-	s := sweep.Sweeper{Conn: a.conn, Judge: a.table, DryRun: j.dryRun}
+	s := sweep.Sweeper{Conn: a.conn, Judge: cautious{a, j}, DryRun: j.dryRun}
 	if j.rate > 0 {
 		s.Pace = (&pace{perSecond: j.rate}).wait
 	}
@@ -449,16 +451,13 @@ func (a *Agent) foundStale(j *job, f *conntrack.Flow, v frontend.Verdict) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	keys := a.watches.find(f, a.table.Reaches)
-	if len(keys) == 0 && len(a.watches.keys) < mostWatches {
-		// Found by a full pass, and nothing had told: look after it from now on.
-		k := flowKey(f)
-		x := a.watches.open(k, j.start)
-		x.fresh, x.lastPass, x.lastGen = false, j.start, j.gen
-		x.change.Suspects = []frontend.Suspect{{Key: k, Cause: frontend.CauseNew, Owner: v.Owner, Kind: v.Kind}}
-		keys = []frontend.Key{k}
+	if len(keys) == 0 {
+		if k := a.watchFound(j, f, v); k != nil {
+			keys = append(keys, *k)
+		}
 	}
 	for _, k := range keys {
-		if x := a.watches.keys[k]; !x.changed.Equal(j.start) { // else this pass opened it: nobody knows the change
+		if x := a.watches.keys[k]; !x.unasked {
 			x.lastStale = a.now()
 		}
 		if d := a.watches.found(k, f, v, j.start); d != nil {
@@ -474,6 +473,19 @@ func (a *Agent) foundStale(j *job, f *conntrack.Flow, v frontend.Verdict) {
 			}
 		}
 	}
+}
+
+// watchFound looks after the frontend of a flow that a full pass has found, and
+// nothing had told of. It returns nil where there is no room.
+func (a *Agent) watchFound(j *job, f *conntrack.Flow, v frontend.Verdict) *frontend.Key {
+	if len(a.watches.keys) >= mostWatches {
+		return nil
+	}
+	k := flowKey(f)
+	x := a.watches.open(k, j.start)
+	x.fresh, x.unasked, x.lastPass, x.lastGen = false, true, j.start, j.gen
+	x.change.Suspects = []frontend.Suspect{{Key: k, Cause: frontend.CauseNew, Owner: v.Owner, Kind: v.Kind}}
+	return &k
 }
 
 // mostWatches bounds the watches that a full pass opens.
@@ -493,6 +505,7 @@ func (a *Agent) settle(j *job) {
 		}
 	}
 	now := a.now()
+	a.doubts.forget(now.Add(-2 * max(confirmAfter, a.cfg.FullPass)))
 	for k, gone := range a.graves {
 		// A proxy that is stuck may go on translating for a while after its
 		// service is gone, so tombstones outlive their window.

@@ -160,3 +160,39 @@ func TestStatusDoesNotWait(t *testing.T) {
 		}
 	})
 }
+
+// A new backend may be in the rules before the source tells of it. Its flows are
+// left for a moment, and no longer.
+func TestUnknownBackend(t *testing.T) {
+	for _, tc := range []struct {
+		name  string
+		after time.Duration // until the source tells
+		want  int           // deleted
+	}{
+		{"told in time", 900 * time.Millisecond, 0},
+		{"not told", time.Hour, 1},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			observe(t, func(r *simRun, _ *Agent, _ *hungRules, _ *observed) {
+				time.Sleep(2 * simWindow)
+				r.truth[1] = []byte{}
+				r.tell(1) // a Service comes before its EndpointSlice
+				time.Sleep(100 * time.Millisecond)
+				r.w.commit(1, []byte{2})
+				r.w.send(1, 1)
+				time.AfterFunc(tc.after, func() {
+					r.truth[1] = []byte{2}
+					r.tell(1)
+				})
+				time.Sleep(800 * time.Millisecond)
+				if n := r.w.deleted(); n != 0 {
+					t.Errorf("%d flows deleted at first sight", n)
+				}
+				time.Sleep(5 * time.Second)
+				if n := r.w.deleted(); n != tc.want {
+					t.Errorf("%d flows deleted, want %d", n, tc.want)
+				}
+			})
+		})
+	}
+}

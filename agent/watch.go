@@ -55,6 +55,7 @@ type watch struct {
 	lastStale time.Time // when a stale flow was found last; zero: never
 
 	fresh     bool // changed since the last pass began
+	unasked   bool // a full pass found something, and nobody knows of a change
 	lastPass  time.Time
 	lastGen   uint32
 	wideAt    time.Time     // when the wide pass after a commit is due; zero: none
@@ -136,6 +137,9 @@ func (w *watches) open(k frontend.Key, now time.Time) *watch {
 		if !k.Ports.Single() {
 			w.ranges[k] = x
 		}
+	}
+	if x.unasked {
+		x.unasked, x.changed = false, now
 	}
 	x.opened, x.fresh, x.timed = now, true, timedFirst
 	return x

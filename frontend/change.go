@@ -31,8 +31,8 @@ func (c Cause) String() string { return causeNames[c] }
 type Suspect struct {
 	Key   Key
 	Cause Cause
-	// Lost are the backends that are no longer valid, for CauseBackendLost. Port
-	// 0 stands for the port that the client sent to.
+	// Lost are the backends that are no longer valid, for CauseBackendLost and
+	// CauseGone. Port 0 stands for the port that the client sent to.
 	Lost  []netip.AddrPort
 	Owner string
 	Kind  Kind
@@ -139,7 +139,7 @@ func (c *Change) compareClass(k Key, policy Sweep, before, after []claim) {
 		// A foreign claim that goes counts too: it may have covered a tombstone
 		// for every address of this host. One of ours that leaves a foreign one
 		// behind may have held back what an overlapping one allows.
-		s.Cause = CauseGone
+		s.Cause, s.Lost = CauseGone, lost(before, after)
 		c.Suspects = append(c.Suspects, s)
 		return
 	}

@@ -275,7 +275,7 @@ func TestChange(t *testing.T) {
 	}{
 		{"appears", nil, fr(one, 1), []string{"frontend-new []"}},
 		{"appears without backends", nil, fr(Backends{}, 0), []string{"frontend-new []"}},
-		{"disappears", fr(one, 1), nil, []string{"frontend-gone []"}},
+		{"disappears", fr(one, 1), nil, []string{"frontend-gone [198.51.100.11:53]"}},
 		{"the same", fr(one, 1), fr(one, 1), nil},
 		{"a second backend", fr(one, 1), fr(two, 2), nil},
 		{"a backend leaves", fr(two, 2), fr(one, 1), []string{"backend-lost [198.51.100.12:53]"}},
@@ -292,7 +292,7 @@ func TestChange(t *testing.T) {
 			"a host port becomes an external address",
 			[]Frontend{at(vip, HostPort, one, 1)},
 			[]Frontend{at(vip, ExternalIP, one, 1)},
-			[]string{"frontend-gone []", "frontend-new []"},
+			[]string{"frontend-gone [198.51.100.11:53]", "frontend-new []"},
 		},
 		{"to another proxy", fr(one, 1), foreign, nil},
 		{"from another proxy", foreign, fr(one, 1), []string{"frontend-new []"}},

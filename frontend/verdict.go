@@ -37,6 +37,7 @@ const (
 	AwaitingBackend               // "awaiting-backends": untranslated, and nothing to translate it to
 	UncertainAddr                 // "uncertain-address": the proxy may not serve node ports there
 	ByPolicy                      // "policy": stale, but its protocol is not to be cut
+	Unconfirmed                   // by the agent: stale if it stays so for a moment
 	BackendGone                   // Delete: translated to what is no valid backend
 	NoBackends                    // "no-backends": translated, and the frontend has no backend at all
 	Untranslated                  // "untranslated": passed before there was anything to translate it to
@@ -46,7 +47,7 @@ const (
 
 var reasonNames = [...]string{
 	"protocol", "zone", "expected", "no-frontend",
-	"serving", "awaiting-backends", "uncertain-address", "policy",
+	"serving", "awaiting-backends", "uncertain-address", "policy", "unconfirmed",
 	"backend-gone", "no-backends", "untranslated", "frontend-gone",
 }
 
@@ -58,7 +59,7 @@ func (r Reason) Action() Action {
 	switch {
 	case r <= NoFrontend:
 		return Ignore
-	case r <= ByPolicy:
+	case r <= Unconfirmed:
 		return Keep
 	}
 	return Delete

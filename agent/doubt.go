@@ -1,0 +1,104 @@
+package agent
+
+import (
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+)
+
+// confirmAfter is how long a translation must look wrong that leads to a backend
+// which was never known. The proxy and the source hear of a new backend apart,
+// and where the proxy is first its flows are right before anybody here can tell.
+// What is known to have left goes at once.
+const confirmAfter = time.Second
+
+// mostDoubts bounds what is remembered; what finds no room waits for the next
+// pass.
+const mostDoubts = 10_000
+
+// doubt is a translation that looks wrong.
+type doubt struct {
+	frontend frontend.Key
+	backend  netip.AddrPort
+}
+
+// doubts are the translations to unknown backends, by when they were seen first
+// and last.
+type doubts map[doubt]struct{ first, last time.Time }
+
+// confirmed notes a translation that a pass has found to be wrong, and tells
+// whether it was so confirmAfter before.
+func (d doubts) confirmed(x doubt, pass time.Time) bool {
+	seen, ok := d[x]
+	if !ok {
+		if len(d) >= mostDoubts {
+			return false
+		}
+		seen.first = pass
+	}
+	seen.last = pass
+	d[x] = seen
+	return pass.Sub(seen.first) >= confirmAfter
+}
+
+// forget drops what was not seen for a while.
+func (d doubts) forget(before time.Time) {
+	for x, seen := range d {
+		if seen.last.Before(before) {
+			delete(d, x)
+		}
+	}
+}
+
+// cautious is the table as a judge that waits for confirmation.
+type cautious struct {
+	*Agent
+	job *job
+}
+
+// Judge implements sweep.Judge.
+func (c cautious) Judge(f *conntrack.Flow) frontend.Verdict {
+	v := c.table.Judge(f)
+	if v.Action == frontend.Delete && f.Translated() && c.doubtful(f, v) {
+		v.Action, v.Reason = frontend.Keep, frontend.Unconfirmed
+	}
+	return v
+}
+
+// doubtful tells whether a stale flow is to be left for a later pass, and sees to
+// it that there is one.
+func (c cautious) doubtful(f *conntrack.Flow, v frontend.Verdict) bool {
+	a := c.Agent
+	to := netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	keys := a.watches.find(f, a.table.Reaches)
+	if slices.ContainsFunc(keys, func(k frontend.Key) bool { return a.watches.keys[k].lost(to, f.Orig.DstPort) }) {
+		return false
+	}
+	if a.doubts.confirmed(doubt{flowKey(f), to}, c.job.start) {
+		return false
+	}
+	if len(keys) == 0 {
+		if k := a.watchFound(c.job, f, v); k != nil {
+			keys = append(keys, *k)
+		}
+	}
+	for _, k := range keys {
+		if x := a.watches.keys[k]; x.wideAt.IsZero() || x.wideAt.Before(c.job.start) {
+			x.wideAt = c.job.start.Add(confirmAfter)
+		}
+	}
+	return true
+}
+
+// lost tells whether a backend is known to have left the frontend.
+func (x *watch) lost(to netip.AddrPort, dport uint16) bool {
+	return slices.ContainsFunc(x.change.Suspects, func(s frontend.Suspect) bool {
+		return slices.Contains(s.Lost, to) ||
+			to.Port() == dport && slices.Contains(s.Lost, netip.AddrPortFrom(to.Addr(), 0))
+	})
+}
