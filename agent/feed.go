@@ -17,13 +17,14 @@ type feed struct {
 	name string
 
 	// Below: under a.mu.
-	complete bool
-	updated  time.Time
-	fault    error
-	units    map[string]size // in force
-	host     source.Host
-	ranges   []netip.Prefix
-	held     *hold
+	complete  bool
+	updated   time.Time
+	fault     error
+	faultSaid time.Time
+	units     map[string]size // in force
+	host      source.Host
+	ranges    []netip.Prefix
+	held      *hold
 }
 
 // size is how much there is to lose. Backends count by themselves: an apiserver
@@ -188,15 +189,21 @@ func (f *feed) done() {
 	}
 }
 
-// Fault implements source.Sink. The same fault is logged once.
+// faultPause is the shortest time between two log lines on what a source suffers
+// from, whose words may change with every attempt.
+const faultPause = time.Minute
+
+// Fault implements source.Sink.
 func (f *feed) Fault(err error) {
 	f.a.mu.Lock()
 	defer f.a.mu.Unlock()
 	switch {
-	case err != nil && (f.fault == nil || f.fault.Error() != err.Error()):
-		f.a.log.Warn("source has a fault; what it delivered before stays in force", "source", f.name, "err", err)
 	case err == nil && f.fault != nil:
 		f.a.log.Info("source is well again", "source", f.name)
+	case err == nil || f.fault != nil && (f.fault.Error() == err.Error() || f.a.now().Sub(f.faultSaid) < faultPause):
+	default:
+		f.faultSaid = f.a.now()
+		f.a.log.Warn("source has a fault; what it delivered before stays in force", "source", f.name, "err", err)
 	}
 	f.fault = err
 }

@@ -227,7 +227,7 @@ type daemon struct {
 	log    *slog.Logger
 	level  *slog.LevelVar
 	audit  audit
-	static *static.Watcher
+	static *static.Watcher // nil: there were no files at the start
 	host   *host.Source
 	agent  *agent.Agent
 	notify *sdnotify.Notifier
@@ -287,12 +287,15 @@ func (d *daemon) run(ctx context.Context) error {
 		}
 		node = c.Node
 	}
-	d.static = static.Watch(d.cfg.Sources.Static.Files, node)
+	if files := d.cfg.Sources.Static.Files; len(files) > 0 {
+		d.static = static.Watch(files, node)
+		sources = append(sources, d.static)
+	}
 	h := d.cfg.Host
 	d.host = host.New(host.Config{
 		NetNS: ns.namespace(), Include: h.Include, Exclude: excluded(h), Addresses: h.Addresses,
 	})
-	sources = append(sources, d.static, d.host)
+	sources = append(sources, d.host)
 	d.agent = agent.New(agent.Options{
 		Config: agentConfig(d.cfg), Conn: conn, Ruleset: agent.NewRuleset(gens, ns.namespace()),
 		Sources: sources, Log: d.log, Observers: observers, OnFlow: d.flow,
@@ -453,7 +456,9 @@ func (d *daemon) watchConfig(ctx context.Context) {
 			if err := d.audit.open(d.cfg.Log.AuditFile); err != nil {
 				d.log.Error("the audit file cannot be reopened", "err", err)
 			}
-			d.static.Reload()
+			if d.static != nil {
+				d.static.Reload()
+			}
 			d.told(d.notify.Ready("configuration read"))
 		case <-tick.C:
 			now, err := os.ReadFile(path)
@@ -487,7 +492,12 @@ func (d *daemon) reload() {
 			d.log.Error("the audit file cannot be opened", "err", err)
 		}
 	}
-	d.static.SetFiles(d.cfg.Sources.Static.Files)
+	switch files := d.cfg.Sources.Static.Files; {
+	case d.static != nil:
+		d.static.SetFiles(files)
+	case len(files) > 0:
+		d.log.Warn("files become a source with the next start only, since there was none with this one")
+	}
 	d.host.Update(d.cfg.Host.Include, excluded(d.cfg.Host), d.cfg.Host.Addresses)
 	d.agent.Reconfigure(agentConfig(d.cfg))
 	d.log.Info("configuration changed", "fields", live)
