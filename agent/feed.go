@@ -54,14 +54,20 @@ func (s size) short(had size, minimum int) bool {
 
 // hold keeps back a list that lacks so much that it may be a mistake: an
 // apiserver that came back empty, a file cut short.
+//
+// What it has counts all the same, besides what is in force: a backend that is new
+// in it is right, and the proxy sends flows there.
 type hold struct {
-	since time.Time
-	units map[string][]frontend.Frontend
-	had   size
-	has   size
+	since   time.Time
+	units   map[string][]frontend.Frontend // in force once the hold ends
+	besides map[string]bool                // units that count now
+	had     size
+	has     size
 }
 
 func (f *feed) unit(name string) string { return f.name + "/" + name }
+
+func (f *feed) heldUnit(name string) string { return f.name + " held/" + name }
 
 func (f *feed) size() (sum size) {
 	for _, s := range f.units {
@@ -85,18 +91,41 @@ func (f *feed) Replace(units map[string][]frontend.Frontend) {
 	short := f.complete && a.cfg.ShrinkHold > 0 && has.short(had, a.cfg.ShrinkMinimum)
 	switch {
 	case short && f.held == nil:
-		f.held = &hold{since: a.now(), units: units, had: had, has: has}
+		f.held = &hold{since: a.now(), units: units, besides: map[string]bool{}, had: had, has: has}
 		a.log.Warn("a source has lost more than half of its frontends or backends; held for confirmation",
 			"source", f.name, "had", had, "has", has, "hold", a.cfg.ShrinkHold)
-		return
+		f.countHeld()
 	case short:
 		f.held.units, f.held.has = units, has
-		return
+		f.countHeld()
 	case f.held != nil:
 		a.log.Info("a source has its frontends back", "source", f.name, "frontends", has.frontends, "backends", has.backends)
-		f.held = nil
+		f.release(units)
+	default:
+		f.replace(units)
 	}
+}
+
+// countHeld lets all that a held list has count.
+func (f *feed) countHeld() {
+	for _, unit := range slices.Sorted(maps.Keys(f.held.units)) {
+		f.besides(unit, f.held.units[unit])
+	}
+}
+
+func (f *feed) besides(unit string, fs []frontend.Frontend) {
+	f.held.besides[unit] = true
+	f.a.changed(f.a.table.Set(f.heldUnit(unit), slices.Clone(fs)))
+}
+
+// release ends a hold with what is in force from now on.
+func (f *feed) release(units map[string][]frontend.Frontend) {
+	besides := slices.Sorted(maps.Keys(f.held.besides))
+	f.held = nil
 	f.replace(units)
+	for _, unit := range besides {
+		f.a.changed(f.a.table.Set(f.heldUnit(unit), nil))
+	}
 }
 
 // replace puts a whole list in force.
@@ -123,9 +152,7 @@ func (f *feed) confirm(now time.Time) time.Time {
 		return at
 	}
 	f.a.log.Warn("the loss of frontends is confirmed by time", "source", f.name, "had", f.held.had, "has", f.held.has)
-	units := f.held.units
-	f.held = nil
-	f.replace(units)
+	f.release(f.held.units)
 	return time.Time{}
 }
 
@@ -142,6 +169,7 @@ func (f *feed) Set(unit string, fs []frontend.Frontend) {
 		} else {
 			f.held.units[unit] = fs
 		}
+		f.besides(unit, fs)
 		return // what comes back piece by piece is looked at when the hold ends
 	}
 	f.set(unit, fs)

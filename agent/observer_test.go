@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"net/netip"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -195,4 +196,49 @@ func TestUnknownBackend(t *testing.T) {
 			})
 		})
 	}
+}
+
+// Observers are told of a disagreement once, however long it lasts, and again
+// when it comes back.
+func TestDisagreesTells(t *testing.T) {
+	observe(t, func(r *simRun, a *Agent, _ *hungRules, o *observed) {
+		told := func(want int, when string) {
+			t.Helper()
+			o.mu.Lock()
+			defer o.mu.Unlock()
+			if len(o.disagrees) != want {
+				t.Errorf("%s: told of %+v, want %d", when, o.disagrees, want)
+			}
+			for _, d := range o.disagrees {
+				if d.Frontend != "203.0.113.0:53/UDP" || d.Owner != "s0" || d.Kind != frontend.ClusterIP ||
+					d.Backend != simBackend(1) || d.Passes < disagreePasses || d.Since.IsZero() || d.Evidence == "" {
+					t.Errorf("%s: told of %+v", when, d)
+				}
+			}
+		}
+		time.Sleep(2 * simWindow)
+		told(0, "at the start")
+		r.sink.Host(source.Host{Other: []netip.Addr{simVIP(0).Addr()}}) // so that two watches find its flows
+		r.truth[0] = []byte{2}
+		r.tell(0) // and the rules go on saying 1
+		time.Sleep(30 * time.Second)
+		told(0, "before the window is over")
+		time.Sleep(2 * simWindow)
+		told(1, "after it")
+		time.Sleep(2 * time.Hour) // full passes, too, find the same
+		told(1, "two hours later")
+		r.w.commit(0, []byte{2})
+		time.Sleep(10 * time.Minute)
+		if s := a.Status(); len(s.Disagrees) != 0 {
+			t.Errorf("still %+v", s.Disagrees)
+		}
+		told(1, "after the rules agree")
+		r.w.commit(0, []byte{1})
+		r.w.mu.Lock()
+		clear(r.w.flows)
+		r.w.mu.Unlock()
+		r.tell(0)
+		time.Sleep(2*time.Hour + 2*simWindow)
+		told(2, "after they disagree again")
+	})
 }

@@ -287,6 +287,7 @@ func (s *simSource) Run(ctx context.Context, sink source.Sink) error {
 // simRun is one agent's life after the other.
 type simRun struct {
 	w      *world
+	ranges []netip.Prefix // of services, as the source tells
 	state  string
 	sink   source.Sink
 	truth  map[int][]byte // what the source knows
@@ -314,6 +315,7 @@ func (r *simRun) start() {
 		}
 	}()
 	r.sink = <-src.sinks
+	r.sink.ServiceRanges(r.ranges)
 	r.resync()
 }
 
@@ -354,9 +356,9 @@ func (r *simRun) resync() {
 }
 
 // simulate plays a script and returns what did not hold.
-func simulate(t *testing.T, script []step, trusted bool) error {
+func simulate(t *testing.T, script []step, trusted bool, ranges ...netip.Prefix) error {
 	w := newWorld(trusted)
-	r := &simRun{w: w, state: filepath.Join(t.TempDir(), "state.json"), truth: map[int][]byte{}}
+	r := &simRun{w: w, ranges: ranges, state: filepath.Join(t.TempDir(), "state.json"), truth: map[int][]byte{}}
 	for s := range simServices { // a healthy world to begin with
 		r.truth[s] = []byte{1, 2}
 		w.commit(s, []byte{1, 2})
@@ -468,12 +470,15 @@ func simulate(t *testing.T, script []step, trusted bool) error {
 }
 
 func TestSimulation(t *testing.T) {
-	for name, trusted := range map[string]bool{"generation": true, "time": false} {
+	for name, tc := range map[string]struct {
+		trusted bool
+		ranges  []netip.Prefix
+	}{"generation": {true, nil}, "time, with service ranges": {false, []netip.Prefix{simRange}}} {
 		t.Run(name, func(t *testing.T) {
 			rapid.Check(t, func(rt *rapid.T) {
 				script := rapid.SliceOfN(rapid.Custom(genStep), 1, 8).Draw(rt, "script")
 				var err error
-				synctest.Test(t, func(t *testing.T) { err = simulate(t, script, trusted) })
+				synctest.Test(t, func(t *testing.T) { err = simulate(t, script, tc.trusted, tc.ranges...) })
 				if err != nil {
 					rt.Fatal(err)
 				}
