@@ -18,7 +18,7 @@ import (
 )
 
 // show writes a frontend as
-// "KIND ADDRESS:PORT/PROTOCOL OWNER [VALID BACKENDS] USABLE [foreign]".
+// "KIND ADDRESS:PORT/PROTOCOL OWNER [VALID BACKENDS] USABLE [sweep=WHAT] [foreign]".
 func show(f frontend.Frontend) string {
 	addr := f.Addr.String()
 	if !f.Addr.IsValid() {
@@ -30,6 +30,9 @@ func show(f frontend.Frontend) string {
 		conntrack.ProtoName(f.Proto), f.Owner, f.Valid.All(), f.Usable)
 	if !f.Ports.Single() {
 		s += " range"
+	}
+	if f.Sweep != nil {
+		s += " sweep=" + f.Sweep.String()
 	}
 	if f.Foreign {
 		s += " foreign"
@@ -401,6 +404,68 @@ func TestServiceFrontends(t *testing.T) {
 
 // TestConditions has one Service whose every kind of frontend follows one of
 // the two traffic policies; topology hints are set throughout and never matter.
+// What an annotation says counts for the ports of the protocols that it names,
+// whatever kind of frontend they are; one that makes no sense says nothing.
+func TestSweepAnnotation(t *testing.T) {
+	const problem = "! Service default/dns: metadata.annotations[flowsweep.dev/sweep]: "
+	tests := []struct {
+		name, value string
+		// What the frontends of UDP, TCP and SCTP say, "-" for nothing.
+		udp, tcp, sctp string
+		problem        string
+	}{
+		{"all protocols", "udp=off,tcp=all,sctp=unreplied", "off", "all", "unreplied", ""},
+		{"one protocol", "tcp=all", "-", "all", "-", ""},
+		{"what is configured anyway is said all the same", "udp=all", "all", "-", "-", ""},
+		{"spaces around the parts", "  udp=unreplied , tcp=off ", "unreplied", "off", "-", ""},
+		{"empty", "", "-", "-", "-", `"": want PROTOCOL=WHAT with protocol udp, tcp or sctp`},
+		{"nothing but spaces", "  ", "-", "-", "-", `"  ": want PROTOCOL=WHAT with protocol udp, tcp or sctp`},
+		{"a comma too many", "udp=off,", "-", "-", "-", `"": want PROTOCOL=WHAT with protocol udp, tcp or sctp`},
+		{"no equals sign", "off", "-", "-", "-", `"off": want PROTOCOL=WHAT with protocol udp, tcp or sctp`},
+		{"protocol alone", "udp", "-", "-", "-", `"udp": want PROTOCOL=WHAT with protocol udp, tcp or sctp`},
+		{"nothing after the equals sign", "udp=", "-", "-", "-", `"udp=": want all, unreplied or off after udp=`},
+		{"unknown protocol", "udp=off,icmp=all", "-", "-", "-", `"icmp=all": want PROTOCOL=WHAT with protocol udp, tcp or sctp`},
+		{"unknown word", "udp=off,tcp=always", "-", "-", "-", `"tcp=always": want all, unreplied or off after tcp=`},
+		{"upper case", "UDP=off", "-", "-", "-", `"UDP=off": want PROTOCOL=WHAT with protocol udp, tcp or sctp`},
+		{"spaces inside a part", "udp= off", "-", "-", "-", `"udp= off": want all, unreplied or off after udp=`},
+		{"twice", "udp=off,tcp=all,udp=off", "-", "-", "-", `"udp=off": udp is given twice`},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			svc := service(func(svc *corev1.Service) {
+				svc.Annotations = map[string]string{"flowsweep.dev/sweep": tt.value, "example.com/sweep": "udp=all"}
+				svc.Spec.ExternalIPs = []string{"203.0.113.81"}
+				svc.Spec.Ports = []corev1.ServicePort{
+					{Name: "u", Protocol: corev1.ProtocolUDP, Port: 53, NodePort: 30053},
+					{Name: "t", Port: 53},
+					{Name: "s", Protocol: corev1.ProtocolSCTP, Port: 53},
+				}
+			})
+			var want []string
+			for _, line := range []struct{ text, sweep string }{
+				{"cluster-ip 203.0.113.10:53/udp default/dns:u [] 0", tt.udp},
+				{"external-ip 203.0.113.81:53/udp default/dns:u [] 0", tt.udp},
+				{"node-port *ipv4:30053/udp default/dns:u [] 0", tt.udp},
+				{"cluster-ip 203.0.113.10:53/tcp default/dns:t [] 0", tt.tcp},
+				{"external-ip 203.0.113.81:53/tcp default/dns:t [] 0", tt.tcp},
+				{"cluster-ip 203.0.113.10:53/sctp default/dns:s [] 0", tt.sctp},
+				{"external-ip 203.0.113.81:53/sctp default/dns:s [] 0", tt.sctp},
+			} {
+				if line.sweep != "-" {
+					line.text += " sweep=" + line.sweep
+				}
+				want = append(want, line.text)
+			}
+			if tt.problem != "" {
+				want = append(want, problem+tt.problem+"; the whole annotation is ignored")
+			}
+			if d := cmp.Diff(want, showAll(kubernetes.ServiceFrontends(svc, nil, "n1"))); d != "" {
+				t.Errorf("frontends and problems (-want +got):\n%s", d)
+			}
+		})
+	}
+}
+
 func TestConditions(t *testing.T) {
 	tests := []struct {
 		name      string
@@ -632,10 +697,15 @@ func TestNodeAddresses(t *testing.T) {
 		{corev1.NodeInternalIP, "::ffff:192.0.2.1"},
 		{corev1.NodeExternalIP, "192.0.2.03"},
 		{corev1.NodeExternalIP, "pending"},
+		{corev1.NodeInternalIP, "2001:db8::5"},
+		{corev1.NodeInternalIP, "192.0.2.3"},
+		{corev1.NodeExternalIP, "192.0.2.4"},
 	} {
 		node.Status.Addresses = append(node.Status.Addresses, corev1.NodeAddress{Type: a.kind, Address: a.address})
 	}
-	want := "[192.0.2.1 2001:db8::1 192.0.2.3]"
+	// The internal ones before the external ones, each in the order listed; one that
+	// is listed as both is internal.
+	want := "[192.0.2.1 2001:db8::5 192.0.2.3 2001:db8::1 192.0.2.4]"
 	if got := fmt.Sprint(kubernetes.NodeAddresses(&node)); got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -38,13 +39,16 @@ func Connect(kubeconfig, kubeContext string) (*rest.Config, error) {
 	rules.Warner = func(error) {}
 	cfg, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(
 		rules, &clientcmd.ConfigOverrides{CurrentContext: kubeContext}).ClientConfig()
+	empty := clientcmd.IsEmptyConfig(err) // whose text advises what is not heeded here
 	switch {
 	case err == nil:
 		return cfg, nil
+	case kubeconfig != "" && empty:
+		return nil, fmt.Errorf("kubeconfig file %s: the context names no cluster", kubeconfig)
 	case kubeconfig != "":
 		return nil, fmt.Errorf("kubeconfig file %s: %w", kubeconfig, err)
-	case clientcmd.IsEmptyConfig(err):
-		return nil, errors.New("this is no Pod of a cluster, and there is no kubeconfig file; give one with --kubeconfig")
+	case empty:
+		return nil, errors.New("this is no Pod of a cluster, and no kubeconfig file names a cluster; give one with --kubeconfig")
 	}
 	return nil, fmt.Errorf("kubeconfig: %w", err)
 }
@@ -74,6 +78,7 @@ func newClient(cfg *rest.Config) (*client, error) {
 	cfg.NegotiatedSerializer = codecs.WithoutConversion()
 	cfg.ContentType, cfg.AcceptContentTypes = runtime.ContentTypeProtobuf, runtime.ContentTypeProtobuf+","+runtime.ContentTypeJSON
 	cfg.WarningHandler = rest.NoWarnings{}
+	cfg.QPS = -1 // the API server has limits of its own, and a long list is many requests
 	if cfg.UserAgent == "" {
 		cfg.UserAgent = "flowsweep"
 	}
@@ -108,10 +113,14 @@ func newClient(cfg *rest.Config) (*client, error) {
 	return c, nil
 }
 
+// listTimeout bounds a request for a list, or a page of one. The API server's own
+// limit is, by default, the same.
+const listTimeout = time.Minute
+
 func (c *client) list(ctx context.Context, cfg *Config, k kind, o metav1.ListOptions) (runtime.Object, error) {
 	cfg.narrow(k, &o)
 	list := resources[k].list()
-	err := c.of[k].Get().Resource(k.String()).VersionedParams(&o, c.codec).Do(ctx).Into(list)
+	err := c.of[k].Get().Resource(k.String()).VersionedParams(&o, c.codec).Timeout(listTimeout).Do(ctx).Into(list)
 	return list, err
 }
 

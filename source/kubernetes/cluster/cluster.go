@@ -166,26 +166,32 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 // listWatch asks the API server for a kind, and tells the state how that went.
 func (s *Source) listWatch(k kind, st *state) *cache.ListWatch {
 	broken := false // since the connection broke, another server may have answered
+	asked := func(ctx context.Context, err error) {
+		if ctx.Err() == nil { // else Run ends, which is no fault
+			st.asked(k, err)
+		}
+	}
 	return &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 			list, err := s.client.list(ctx, &s.cfg, k, o)
 			broken = broken || err != nil
-			st.asked(k, err)
+			asked(ctx, err)
 			return list, err
 		},
 		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 			streaming := o.SendInitialEvents != nil
 			if broken && !streaming {
 				if err := s.rewound(ctx, k, o.ResourceVersion); err != nil {
-					st.asked(k, err)
+					asked(ctx, err)
 					return nil, err
 				}
 			}
 			w, err := s.client.watch(ctx, &s.cfg, k, o)
-			if broken = err != nil; streaming && apierrors.IsInvalid(err) {
+			if streaming && apierrors.IsInvalid(err) {
 				return nil, err // a server that does not stream lists; a list follows
 			}
-			st.asked(k, err)
+			broken = err != nil
+			asked(ctx, err)
 			return w, err
 		},
 	}

@@ -36,13 +36,14 @@ type state struct {
 	slices   map[name][]*discoveryv1.EndpointSlice // by Service
 	serves   map[name]name                         // the Service of each slice
 	pods     map[name]*corev1.Pod                  // with host ports
-	node     *corev1.Node
-	ranges   map[string][]netip.Prefix // by ServiceCIDR
+	node     *corev1.Node                          // as it was last
+	ranges   map[string][]netip.Prefix             // by ServiceCIDR
 
 	listed   [kinds]bool
+	nodeGone bool // the API server has no Node of that name
 	complete bool
 	faults   [kinds]error
-	problems map[string][]string // by unit, those that were told of
+	problems map[unit][]string // those that were told of
 }
 
 func newState(cfg Config, sink source.Sink) *state {
@@ -56,7 +57,7 @@ func newState(cfg Config, sink source.Sink) *state {
 		serves:   map[name]name{},
 		pods:     map[name]*corev1.Pod{},
 		ranges:   map[string][]netip.Prefix{},
-		problems: map[string][]string{},
+		problems: map[unit][]string{},
 	}
 }
 
@@ -72,11 +73,11 @@ func (s *state) asked(k kind, err error) {
 			s.deliver()
 		}
 	}
-	if err != nil {
+	switch {
+	case err != nil:
 		err = told(k, err)
-	}
-	if k == nodes && err == nil && s.listed[nodes] && s.node == nil {
-		return // the request went well, and the Node is still missing
+	case k == nodes && s.nodeGone:
+		err = s.missingNode() // though the request went well
 	}
 	s.fault(k, err)
 }
@@ -120,6 +121,9 @@ func (s *store) Add(obj any) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.put(strip(obj.(runtime.Object), s.cfg.Node), s.update)
+	if s.kind == serviceCIDRs {
+		s.sendRanges()
+	}
 	return nil
 }
 
@@ -172,6 +176,9 @@ func (s *store) Replace(items []any, _ string) error {
 	for _, obj := range items {
 		s.put(strip(obj.(runtime.Object), s.cfg.Node), func(string, name) {})
 	}
+	if s.kind == serviceCIDRs {
+		s.sendRanges()
+	}
 	s.listed[s.kind] = true
 	s.deliver()
 	return nil
@@ -185,6 +192,11 @@ const (
 	serviceUnit = "service "
 	podUnit     = "pod "
 )
+
+type unit struct {
+	kind string
+	name name
+}
 
 // put keeps a stripped object and calls touched for the units that it is part of.
 func (s *state) put(obj runtime.Object, touched func(kind string, n name)) {
@@ -216,7 +228,6 @@ func (s *state) put(obj runtime.Object, touched func(kind string, n name)) {
 		s.setNode(o)
 	case *networkingv1.ServiceCIDR:
 		s.ranges[o.Name] = prefixes(o)
-		s.sendRanges()
 	}
 }
 
@@ -236,7 +247,7 @@ func (s *state) dropSlice(slice name, touched func(kind string, n name)) {
 // setNode takes note of this host's Node. What it said last counts while it is
 // away: a Node that is registered anew is the same host.
 func (s *state) setNode(n *corev1.Node) {
-	if n == nil {
+	if s.nodeGone = n == nil; s.nodeGone {
 		s.fault(nodes, s.missingNode())
 		return
 	}
@@ -244,8 +255,9 @@ func (s *state) setNode(n *corev1.Node) {
 	s.fault(nodes, nil)
 	if s.complete {
 		s.sendHost()
+	} else {
+		s.deliver()
 	}
-	s.deliver()
 }
 
 func (s *state) missingNode() error {
@@ -282,6 +294,11 @@ func (s *state) deliver() {
 		s.sendHost()
 		s.sendRanges()
 	}
+	for u := range s.problems {
+		if u.kind == serviceUnit && s.services[u.name] == nil || u.kind == podUnit && s.pods[u.name] == nil {
+			delete(s.problems, u) // gone with the list
+		}
+	}
 	units := make(map[string][]frontend.Frontend, len(s.services)+len(s.pods))
 	for n := range s.services {
 		if fs := s.frontends(serviceUnit, n); len(fs) > 0 {
@@ -314,15 +331,15 @@ func (s *state) frontends(kind string, n name) []frontend.Frontend {
 	} else if pod := s.pods[n]; pod != nil {
 		fs, problems = kubernetes.PodFrontends(pod, s.cfg.Node)
 	}
-	s.tell(kind+n.String(), problems)
+	s.tell(unit{kind, n}, problems)
 	return fs
 }
 
 // tell logs what does not count, each once as long as it lasts.
-func (s *state) tell(unit string, problems []error) {
-	before := s.problems[unit]
+func (s *state) tell(u unit, problems []error) {
+	before := s.problems[u]
 	if len(problems) == 0 {
-		delete(s.problems, unit)
+		delete(s.problems, u)
 		return
 	}
 	var now []string
@@ -336,5 +353,5 @@ func (s *state) tell(unit string, problems []error) {
 			s.cfg.OnProblem(err)
 		}
 	}
-	s.problems[unit] = now
+	s.problems[u] = now
 }
