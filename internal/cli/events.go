@@ -34,7 +34,7 @@ func serviceOf(owner string, k frontend.Kind) (namespace, name string, ok bool) 
 	}
 	namespace, rest, ok := strings.Cut(owner, "/")
 	name, _, _ = strings.Cut(rest, ":")
-	return namespace, name, ok && !strings.Contains(name, "/")
+	return namespace, name, ok && !strings.ContainsAny(namespace+name, " /") // not "service range 192.0.2.0/24"
 }
 
 // Disagrees implements agent.Observer.

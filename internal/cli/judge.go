@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"net/netip"
 	"os"
 	"os/signal"
 	"syscall"
@@ -172,8 +174,14 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 		signal.Notify(pipe, syscall.SIGPIPE)
 		defer signal.Stop(pipe)
 	}
+	var judge sweep.Judge = w.table
+	if j.cluster.given() && !j.dryRun {
+		if judge, err = j.again(ctx, cmd, conn, plan, w.table); err != nil {
+			return err
+		}
+	}
 	var werr error
-	sw := sweep.Sweeper{Conn: conn, Judge: w.table, DryRun: j.dryRun}
+	sw := sweep.Sweeper{Conn: conn, Judge: judge, DryRun: j.dryRun}
 	sw.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
 		if (j.all || v.Action == frontend.Delete) && werr == nil {
 			if werr = out.flow(0, f, v); werr != nil && j.dryRun {
@@ -193,6 +201,59 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 		fmt.Fprintf(stderr, "flowsweep: warning: %v\n", e)
 	}
 	return cmp.Or(werr, err)
+}
+
+// again judges all flows by what the cluster was, reads the cluster once more, and
+// returns the judge that deletes what is stale by both. A flow that came between
+// may go to a backend that came between.
+func (j *judging) again(ctx context.Context, cmd *cobra.Command, conn sweep.Conn, plan sweep.Plan, t *frontend.Table) (sweep.Judge, error) {
+	seen := map[translation]bool{}
+	first := sweep.Sweeper{Conn: conn, Judge: t, DryRun: true}
+	first.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
+		if v.Action == frontend.Delete {
+			seen[translationOf(f)] = true
+		}
+	}
+	if _, err := first.Run(ctx, plan); err != nil {
+		return nil, err
+	}
+	if len(seen) == 0 {
+		return confirmed{t, seen}, nil
+	}
+	cmd.SetErr(io.Discard) // what does not count was said
+	defer cmd.SetErr(nil)
+	w, err := j.load(cmd)
+	if err != nil {
+		return nil, err
+	}
+	return confirmed{w.table, seen}, nil
+}
+
+// translation is where flows were sent and where they go.
+type translation struct {
+	proto    uint8
+	dst, src netip.AddrPort
+}
+
+func translationOf(f *conntrack.Flow) translation {
+	return translation{
+		f.Proto, netip.AddrPortFrom(f.Orig.Dst, f.Orig.DstPort), netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort),
+	}
+}
+
+// confirmed deletes what is stale now and was when it was seen.
+type confirmed struct {
+	table *frontend.Table
+	seen  map[translation]bool
+}
+
+// Judge implements sweep.Judge.
+func (c confirmed) Judge(f *conntrack.Flow) frontend.Verdict {
+	v := c.table.Judge(f)
+	if v.Action == frontend.Delete && !c.seen[translationOf(f)] {
+		v.Action, v.Reason = frontend.Keep, frontend.Unconfirmed
+	}
+	return v
 }
 
 func queries(n int) string {

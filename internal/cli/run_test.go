@@ -363,3 +363,114 @@ func TestStateFileUnwritable(t *testing.T) {
 		})
 	}
 }
+
+// While the API server cannot be reached the agent is not ready, says why, and
+// deletes nothing, though its other sources tell of a stale flow. It ends when it
+// is told to, and goes to work once the API server is there.
+func TestRunWithoutAPIServer(t *testing.T) {
+	n := newNode(t)
+	cfg, err := os.ReadFile(n.path("agent.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const api = "127.0.0.1:6443" // of the namespace
+	n.write("agent.yaml", strings.Replace(string(cfg), "sources: {", fmt.Sprintf(
+		"host: {node: n1}\nsources: {kubernetes: {enabled: true, kubeconfig: %q}, ", kubeconfig(t, "http://"+api)), 1))
+	// Known before, so that it would be taken for gone if nothing were believed.
+	known := `{"version":1,"frontends":[
+ {"addr":"203.0.113.10","proto":17,"first":53,"last":53,"owner":"default/dns","kind":"cluster-ip"}]}`
+	n.write("state.json", known)
+	s := nstest.Send(t, n.net.Leaf("client"), netip.AddrPort{}, n.vip, 20*time.Millisecond)
+	n.answered(s, n.backends[0])
+	n.desire(n.backends[1])
+	n.commit(n.backends[1])
+
+	want := "source kubernetes has not delivered its first full list: API server: dial " + api + ": connect: connection refused"
+	for _, sig := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT} {
+		n.start()
+		n.await("the fault is told", func() bool {
+			code, body := n.get("/readyz")
+			return code == http.StatusServiceUnavailable && strings.TrimSpace(body) == "not ready: "+want
+		})
+		if code, body := n.get("/livez"); code != http.StatusOK {
+			t.Errorf("livez: %d %s", code, body)
+		}
+		if _, body := n.get("/statusz"); !strings.Contains(body, `"fault": "API server: dial `+api) || !strings.Contains(body, want) {
+			t.Errorf("statusz: %s", body)
+		}
+		if _, body := n.get("/metrics"); !strings.Contains(body, `flowsweep_source_complete{source="kubernetes"} 0`) {
+			t.Errorf("metrics: %s", body)
+		}
+		if tally, err := s.Sample(t.Context(), 100); err != nil || tally.From[n.backends[0]] != tally.Sent {
+			t.Errorf("while not ready %s, %v", tally, err)
+		}
+		began := time.Now()
+		if err := n.end(sig); err != nil || time.Since(began) > 5*time.Second {
+			t.Errorf("%s: %v after %s\n%s", sig, err, time.Since(began), n.stderr)
+		}
+	}
+	if b, err := os.ReadFile(n.path("state.json")); err != nil || string(b) != known {
+		t.Errorf("state file %s, %v, want what it was", b, err)
+	}
+	log := n.stderr.String()
+	if faults := strings.Count(log, "source has a fault"); faults != 2 || strings.Contains(log, "canceled") {
+		t.Errorf("%d faults in the log, want one for each start:\n%s", faults, log)
+	}
+
+	n.start()
+	n.await("the fault is told", func() bool { code, _ := n.get("/readyz"); return code == http.StatusServiceUnavailable })
+	var l net.Listener
+	if err := n.net.Router.Do(func() (err error) {
+		l, err = net.Listen("tcp", api)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	cluster := oneCluster()
+	cluster.lists["services"], cluster.lists["endpointslices"] = "", "" // what is stale is the file's
+	server := &http.Server{Handler: cluster, ReadHeaderTimeout: time.Minute}
+	defer server.Close()
+	go func() { _ = server.Serve(l) }()
+	n.ready()
+	n.answered(s, n.backends[1])
+	if _, body := n.get("/statusz"); strings.Contains(body, `"fault"`) {
+		t.Errorf("statusz: %s", body)
+	}
+	if err := n.end(syscall.SIGTERM); err != nil {
+		t.Errorf("SIGTERM: %v\n%s", err, n.stderr)
+	}
+}
+
+// A cluster that cannot be reached for want of a file or a Node's name ends the
+// agent at once, with the place.
+func TestRunWithoutKubeconfig(t *testing.T) {
+	n := newNode(t)
+	good := kubeconfig(t, "http://127.0.0.1:6443")
+	for name, tc := range map[string]struct {
+		args []string
+		want string
+	}{
+		"no such file": {
+			[]string{"--kubeconfig", n.path("missing")},
+			"flowsweep: source kubernetes: kubeconfig file " + n.path("missing") +
+				": stat " + n.path("missing") + ": no such file or directory\n",
+		},
+		"no such context": {
+			[]string{"--kubeconfig", good, "--context", "other"},
+			"flowsweep: source kubernetes: kubeconfig file " + good + ": context \"other\" does not exist\n",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var stderr bytes.Buffer
+			cmd := program(t, append([]string{"run", "--config", n.path("agent.yaml")}, tc.args...)...)
+			cmd.Stderr = &stderr
+			if err := n.net.Router.Do(cmd.Start); err != nil {
+				t.Fatal(err)
+			}
+			_ = cmd.Wait()
+			if code := cmd.ProcessState.ExitCode(); code != exitFailed || stderr.String() != tc.want {
+				t.Errorf("exit %d: %s, want %s", code, &stderr, tc.want)
+			}
+		})
+	}
+}
