@@ -45,6 +45,7 @@ func (r *recorder) Fault(err error) { r.told <- err }
 func (r *recorder) Replace(map[string][]frontend.Frontend) {
 	r.t.Error("the source knows no frontends")
 }
+
 func (r *recorder) ServiceRanges([]netip.Prefix)    { r.t.Error("the source knows no service ranges") }
 func (r *recorder) Set(string, []frontend.Frontend) { r.t.Error("the source knows no frontends") }
 
