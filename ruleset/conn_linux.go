@@ -1,0 +1,168 @@
+package ruleset
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flowsweep/flowsweep/internal/netns"
+	"github.com/flowsweep/flowsweep/internal/uapi"
+)
+
+const (
+	// answerTime bounds the wait for an answer, which the kernel gives within
+	// the send itself (and the rest of a dump within each read).
+	answerTime = 5 * time.Second
+
+	// recvBuf holds any message of a dump: netlink_dump allocates at most 32 KiB.
+	recvBuf = 64 << 10
+)
+
+// Conn reads the rules of a network namespace. It holds one socket, connected to
+// the kernel, which refuses what other processes send, so that a plain read(2)
+// is enough. Its methods may be called from several goroutines.
+type Conn struct {
+	mu  sync.Mutex
+	fd  int // -1 when closed
+	seq uint32
+	buf []byte
+}
+
+// Open opens a socket in a network namespace, given as a path; "" is that of the
+// calling thread. Entering another one needs CAP_SYS_ADMIN, reading
+// CAP_NET_ADMIN, which shows with the first [Conn.Load].
+func Open(namespace string) (*Conn, error) {
+	c := &Conn{buf: make([]byte, recvBuf)}
+	dial := func() (err error) {
+		c.fd, err = unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
+		return err
+	}
+	if err := inside(namespace, dial); err != nil {
+		return nil, fmt.Errorf("nftables: open netlink socket: %w", err)
+	}
+	tv := unix.NsecToTimeval(int64(answerTime))
+	err := errors.Join(
+		unix.Connect(c.fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}),
+		unix.SetsockoptTimeval(c.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv),
+		unix.SetsockoptInt(c.fd, unix.SOL_NETLINK, unix.NETLINK_CAP_ACK, 1),
+	)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("nftables: set up netlink socket: %w", err), c.Close())
+	}
+	return c, nil
+}
+
+func inside(namespace string, f func() error) error {
+	if namespace == "" {
+		return f()
+	}
+	ns, err := os.Open(namespace)
+	if err != nil {
+		return fmt.Errorf("network namespace: %w", err)
+	}
+	defer ns.Close()
+	return netns.Do(ns, f)
+}
+
+// Close frees the socket. Sets that a Ruleset has not met by then make outcomes
+// anything.
+func (c *Conn) Close() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.fd < 0 {
+		return nil
+	}
+	fd := c.fd
+	c.fd = -1
+	return unix.Close(fd)
+}
+
+// exchange sends a request and hands the messages that answer it to each, until
+// the last. interrupted tells that the ruleset changed meanwhile
+// (nl_dump_check_consistent).
+func (c *Conn) exchange(req []byte, each func(typ uint16, family Family, attrs []byte) error) (interrupted bool, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.fd < 0 {
+		return false, fmt.Errorf("nftables: %w", os.ErrClosed)
+	}
+	c.seq++
+	binary.NativeEndian.PutUint32(req[8:], c.seq)
+	if err := retried(func() error { _, err := unix.Write(c.fd, req); return err }); err != nil {
+		return false, fmt.Errorf("nftables: ask the kernel: %w", err)
+	}
+	dump := binary.NativeEndian.Uint16(req[6:])&uapi.FDump == uapi.FDump
+	a := answer{seq: c.seq, each: each}
+	for {
+		var n int
+		err := retried(func() (err error) { n, err = unix.Read(c.fd, c.buf); return err })
+		switch {
+		case errors.Is(err, unix.EAGAIN):
+			return false, errors.New("nftables: the kernel does not answer")
+		case err != nil:
+			return false, fmt.Errorf("nftables: read the kernel's answer: %w", err)
+		case n == 0 || n == len(c.buf): // read(2) shows no MSG_TRUNC
+			return false, fmt.Errorf("nftables: %w", errMalformed)
+		}
+		if err := a.take(c.buf[:n]); err != nil {
+			var errno unix.Errno
+			if errors.As(err, &errno) {
+				return a.interrupted, refused(errno)
+			}
+			return a.interrupted, fmt.Errorf("nftables: %w", err)
+		}
+		if a.done || !dump && a.any {
+			if a.err != nil {
+				a.err = fmt.Errorf("nftables: %w", a.err)
+			}
+			return a.interrupted, a.err
+		}
+	}
+}
+
+// retried repeats what a signal has interrupted, which SO_RCVTIMEO makes happen
+// even with SA_RESTART.
+func retried(call func() error) error {
+	for {
+		if err := call(); !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+// refused explains an errno. nfnetlink_rcv_msg knows no subsystem of that number
+// where nf_tables is missing.
+func refused(errno unix.Errno) error {
+	switch errno {
+	case unix.EINVAL, unix.EOPNOTSUPP:
+		return fmt.Errorf("%w (%w)", ErrNoNFT, errno)
+	case unix.EPERM:
+		return fmt.Errorf("nftables: %w: CAP_NET_ADMIN is missing; run as root, or grant it "+
+			"(setcap cap_net_admin+ep, systemd AmbientCapabilities=, a container's capabilities)", errno)
+	}
+	return fmt.Errorf("nftables: %w", errno)
+}
+
+// Generation returns the generation of the namespace's ruleset, which moves with
+// every commit, by nft, iptables-nft or anybody else, but neither for elements
+// that packets add or that expire, nor for ipset, iptables-legacy, addresses and
+// routes. It takes about 3 µs.
+func (c *Conn) Generation() (gen uint32, err error) {
+	found := false
+	_, err = c.exchange(generationRequest(), func(typ uint16, _ Family, b []byte) error {
+		if typ != uapi.NftNewGen {
+			return errMalformed
+		}
+		gen, found = generation(b)
+		return nil
+	})
+	if err == nil && !found {
+		err = fmt.Errorf("nftables: generation: %w", errMalformed)
+	}
+	return gen, err
+}

@@ -1,0 +1,549 @@
+package ruleset
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+)
+
+// Verdict is what the rules say of a flow.
+type Verdict uint8
+
+// The verdicts; beside each, what a sweep does with the flow.
+const (
+	NotJudged         Verdict = iota // ignore: not a protocol with ports
+	OtherZone                        // ignore: not the default conntrack zone
+	Expected                         // ignore: a helper announced it, and no rule translated it
+	Plain                            // ignore: untranslated, and no rule would translate it
+	Right                            // keep: as a rule may have left it
+	MayPass                          // keep: untranslated, and rules may translate it or not
+	Unpredictable                    // keep: anything is possible, or nothing is known now
+	UnknownTranslator                // keep: translated, though no rule would; by whom is not known
+	BackendGone                      // delete: translated as no rule would, though rules translate it
+	Untranslated                     // delete: untranslated, though rules would translate it
+	FrontendGone                     // delete: translated by a rule that is gone
+)
+
+var verdictNames = [...]string{
+	"not-judged", "zone", "expected", "plain", "right", "may-pass", "unpredictable", "unknown-translator",
+	"backend-gone", "untranslated", "frontend-gone",
+}
+
+// String returns the verdict's word.
+func (v Verdict) String() string { return verdictNames[v] }
+
+// Stale tells whether the flow should be deleted.
+func (v Verdict) Stale() bool { return v >= BackendGone }
+
+// Judgement is the judgement of one flow.
+type Judgement struct {
+	Verdict Verdict
+	// By is a rule that translates the flow's destination now, or the one that is
+	// not understood; the zero Rule where there is none.
+	By Rule
+	// Why says what keeps the flow from being judged, for Unpredictable and
+	// UnknownTranslator.
+	Why string
+}
+
+// Destination is where flows are sent.
+type Destination struct {
+	Proto uint8
+	Addr  netip.AddrPort
+}
+
+// Config says what a Judge works on. The zero Config is right for the namespace
+// of the calling thread.
+type Config struct {
+	// NetNS is a network namespace, as a path (/run/netns/NAME). Empty: the one
+	// that the calling thread is in. Entering another one needs CAP_SYS_ADMIN.
+	NetNS string
+	// Host is to be asked for addresses and routes; nil: a NetHost of the
+	// namespace. The Judge does not close it.
+	Host Host
+	// Seen are destinations for which there were rules earlier, as [Judge.Seen]
+	// told them: their flows are known to have been translated by rules.
+	Seen []Destination
+	// Translators tells what else may translate; nil: [Others] of the namespace.
+	Translators func() Translators
+}
+
+const (
+	// freshFor is how long the generation is believed before a flow is called
+	// stale.
+	freshFor = time.Millisecond
+	// othersFor is how long it is believed that nothing else translates.
+	othersFor = time.Second
+
+	maxMemo = 1 << 16 // outcomes remembered by destination, and as many by source
+	maxSeen = 1 << 16
+	// maxMemoTargets bounds the translations in all remembered outcomes: 32 MB.
+	maxMemoTargets = 1 << 20
+)
+
+// Judge judges flows by the rules of one generation, until [Judge.Reload]. A flow
+// is called stale only while that generation is the present one, which is asked
+// for at that moment. It is safe for concurrent use; only one flow is judged at a
+// time.
+type Judge struct {
+	cfg     Config
+	conn    *Conn
+	host    Host
+	netHost *NetHost // to be closed
+
+	mu       sync.Mutex
+	rules    *Ruleset
+	epoch    uint64
+	stale    bool
+	err      error // of the last reload, or why the rules are stale
+	checked  time.Time
+	others   Translators
+	othersAt time.Time
+	memo     memo
+	seen     map[memoKey]struct{}
+}
+
+// memoKey is what every outcome depends on.
+type memoKey struct {
+	dst    [16]byte
+	port   uint16
+	proto  uint8
+	v4     bool
+	origin Origin
+}
+
+// sourceKey is that and what some outcomes depend on besides; the rest is zero.
+type sourceKey struct {
+	memoKey
+	src   [16]byte
+	sport uint16
+	in    uint32 // Interfaces.ID
+}
+
+type memoEntry struct {
+	deps deps     // what has to be looked up by sourceKey
+	out  *Outcome // nil if deps is not 0
+}
+
+type memo struct {
+	byDst   map[memoKey]memoEntry
+	bySrc   map[sourceKey]*Outcome
+	targets int
+}
+
+// plain is the outcome of most flows.
+var plain = &Outcome{Untranslated: true}
+
+// NewJudge reads the rules of a namespace. Where the kernel has no nf_tables, no
+// rule translates anything.
+func NewJudge(ctx context.Context, cfg Config) (*Judge, error) {
+	j := &Judge{cfg: cfg, host: cfg.Host, seen: map[memoKey]struct{}{}}
+	if j.cfg.Translators == nil {
+		j.cfg.Translators = func() Translators { return Others(cfg.NetNS) }
+	}
+	var err error
+	if j.conn, err = Open(cfg.NetNS); err != nil {
+		return nil, err
+	}
+	if j.host == nil {
+		if j.netHost, err = OpenHost(cfg.NetNS); err != nil {
+			return nil, errors.Join(err, j.Close())
+		}
+		j.host = j.netHost
+	}
+	for _, d := range cfg.Seen {
+		if len(j.seen) < maxSeen {
+			j.seen[seenKey(d.Proto, d.Addr)] = struct{}{}
+		}
+	}
+	if _, err := j.Reload(ctx); err != nil {
+		return nil, errors.Join(err, j.Close())
+	}
+	return j, nil
+}
+
+// Close frees the sockets. Afterwards every flow is Unpredictable.
+func (j *Judge) Close() error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.stale, j.err = true, errors.New("the judge is closed")
+	err := j.conn.Close()
+	if j.netHost != nil {
+		err = errors.Join(err, j.netHost.Close())
+	}
+	return err
+}
+
+// Reload reads the rules anew if their generation has moved, and tells what that
+// makes suspect. On an error, every flow is Unpredictable until it succeeds.
+func (j *Judge) Reload(ctx context.Context) (Change, error) {
+	others := j.cfg.Translators()
+	gen, err := j.conn.Generation()
+	j.mu.Lock()
+	old, stale := j.rules, j.stale
+	j.others, j.othersAt = others, time.Now()
+	j.mu.Unlock()
+	if err == nil && old != nil && !stale && old.gen == gen {
+		return Change{}, nil
+	}
+	var rules *Ruleset
+	if err == nil {
+		rules, err = j.conn.Load(ctx)
+	}
+	if errors.Is(err, ErrNoNFT) {
+		rules, err = &Ruleset{conn: j.conn, model: newModel()}, nil
+		rules.eval = eval{m: rules.model, fetch: rules.fetch}
+	}
+	var change Change
+	if err == nil && old != nil {
+		change = rules.since(ctx, old)
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if err != nil {
+		j.stale, j.err = true, err
+		return Change{}, err
+	}
+	j.remember()
+	j.rules, j.stale, j.err, j.checked = rules, false, nil, time.Now()
+	j.memo = memo{}
+	return change, nil
+}
+
+// remember notes the destinations that rules have translated so far.
+func (j *Judge) remember() {
+	for k, e := range j.memo.byDst {
+		if e.out != nil && e.out.Translated() {
+			j.note(k)
+		}
+	}
+	for k, o := range j.memo.bySrc {
+		if o.Translated() {
+			j.note(k.memoKey)
+		}
+	}
+}
+
+func (j *Judge) note(k memoKey) {
+	k.origin = 0
+	if len(j.seen) < maxSeen {
+		j.seen[k] = struct{}{}
+	}
+}
+
+func seenKey(proto uint8, a netip.AddrPort) memoKey {
+	return memoKey{dst: a.Addr().As16(), port: a.Port(), proto: proto, v4: a.Addr().Is4()}
+}
+
+// Seen returns the destinations, of flows judged so far, that rules have
+// translated; at most 65 536. Given to the next Judge as [Config.Seen], they are
+// known to it.
+func (j *Judge) Seen() []Destination {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.remember()
+	list := make([]Destination, 0, len(j.seen))
+	for k := range j.seen {
+		a := netip.AddrFrom16(k.dst)
+		if k.v4 {
+			a = a.Unmap()
+		}
+		list = append(list, Destination{k.proto, netip.AddrPortFrom(a, k.port)})
+	}
+	return list
+}
+
+// Forget lets go of what was seen at a destination.
+func (j *Judge) Forget(d Destination) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	delete(j.seen, seenKey(d.Proto, d.Addr))
+}
+
+// Generation returns the generation of the rules that flows are judged by.
+func (j *Judge) Generation() uint32 {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.rules.gen
+}
+
+// Rules returns the rules that flows are judged by, for reports.
+func (j *Judge) Rules() *Ruleset {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.rules
+}
+
+// Translators returns what else may translate, as it was when it was last looked
+// for.
+func (j *Judge) Translators() Translators {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.others
+}
+
+// Judge judges a flow. What it reads of the flow are the tuples, zone and status.
+// From the second flow to a destination on it takes less than a microsecond,
+// unless rules there read the source.
+func (j *Judge) Judge(f *conntrack.Flow) Judgement {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	v, _ := j.judge(f)
+	return v
+}
+
+// judge also returns the outcome that decided, nil where none did.
+func (j *Judge) judge(f *conntrack.Flow) (Judgement, *Outcome) {
+	switch {
+	case !conntrack.HasPorts(f.Proto) || f.Proto == conntrack.GRE:
+		return Judgement{Verdict: NotJudged}, nil
+	case f.Zone != 0:
+		return Judgement{Verdict: OtherZone}, nil
+	case f.Status&conntrack.StatusExpected != 0:
+		return Judgement{Verdict: Expected}, nil
+	}
+	if why := j.blind(); why != "" {
+		return Judgement{Verdict: Unpredictable, Why: why}, nil
+	}
+	o := j.outcome(f)
+	v := j.verdict(f, o)
+	if v.Verdict.Stale() || v.Verdict == UnknownTranslator {
+		j.refreshOthers()
+		if j.others.unread() {
+			return Judgement{Verdict: Unpredictable, Why: j.others.String()}, nil
+		}
+		v = j.verdict(f, o)
+	}
+	if v.Verdict.Stale() && !j.fresh() {
+		return Judgement{Verdict: Unpredictable, Why: j.blind()}, nil
+	}
+	return v, o
+}
+
+// blind tells why nothing can be judged, if so.
+func (j *Judge) blind() string {
+	switch {
+	case j.stale:
+		return j.err.Error()
+	case j.others.unread():
+		return j.others.String()
+	}
+	return ""
+}
+
+// fresh tells whether the rules are still the present ones.
+func (j *Judge) fresh() bool {
+	if time.Since(j.checked) < freshFor {
+		return true
+	}
+	gen, err := j.conn.Generation()
+	switch {
+	case errors.Is(err, ErrNoNFT) && j.rules.gen == 0:
+	case err != nil:
+		j.stale, j.err = true, err
+		return false
+	case gen != j.rules.gen:
+		j.stale, j.err = true, ErrStale
+		return false
+	}
+	j.checked = time.Now()
+	return true
+}
+
+func (j *Judge) refreshOthers() {
+	if time.Since(j.othersAt) >= othersFor {
+		j.others, j.othersAt = j.cfg.Translators(), time.Now()
+	}
+}
+
+func (j *Judge) verdict(f *conntrack.Flow, o *Outcome) Judgement {
+	if o.Any {
+		return Judgement{Unpredictable, o.By, o.Why}
+	}
+	got := netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort)
+	types := AllTypes
+	if len(o.Ranges) > 0 {
+		types = local(j.host, got.Addr())
+	}
+	if !f.Translated() {
+		switch {
+		case o.Allows(got, types): // a translation that changes nothing
+			return Judgement{Right, o.By, ""}
+		case o.Untranslated && o.Translated():
+			return Judgement{MayPass, o.By, ""}
+		case o.Translated():
+			return Judgement{Untranslated, o.By, ""}
+		}
+		return Judgement{Verdict: Plain} // dropped, perhaps: deleting it would help nobody
+	}
+	switch {
+	case o.Allows(got, types):
+		return Judgement{Right, o.By, ""}
+	case o.Translated():
+		return Judgement{BackendGone, o.By, ""}
+	}
+	if why := j.doubt(f); why != "" {
+		return Judgement{UnknownTranslator, Rule{}, why}
+	}
+	return Judgement{Verdict: FrontendGone}
+}
+
+// doubt tells why a flow that is translated may have been translated by something
+// else than a rule that is gone.
+func (j *Judge) doubt(f *conntrack.Flow) string {
+	dst := netip.AddrPortFrom(f.Orig.Dst, f.Orig.DstPort)
+	if _, ok := j.seen[seenKey(f.Proto, dst)]; ok {
+		return ""
+	}
+	switch {
+	case f.Status&conntrack.StatusDstNAT == 0:
+		return "no rule is known to have translated it: its DST_NAT bit is not set"
+	case len(j.others.Modules) > 0:
+		return "it may have been translated by tc or a switch: " + strings.Join(j.others.Modules, " and ") + " loaded"
+	}
+	return ""
+}
+
+// outcome remembers outcomes.
+func (j *Judge) outcome(f *conntrack.Flow) *Outcome {
+	if e := j.host.Epoch(); e != j.epoch {
+		j.remember()
+		j.epoch, j.memo = e, memo{}
+	}
+	k := memoKey{
+		dst: f.Orig.Dst.As16(), port: f.Orig.DstPort, proto: f.Proto, v4: f.Family == conntrack.IPv4,
+		origin: j.host.Sent(f.Orig.Src),
+	}
+	entry, known := j.memo.byDst[k]
+	if known {
+		if entry.out != nil {
+			return entry.out
+		}
+		if o := j.memo.bySrc[j.sourceKey(k, entry.deps, f)]; o != nil {
+			return o
+		}
+	}
+	j.rules.mu.Lock()
+	o, read := j.rules.outcome(PacketOf(f), j.host, k.origin)
+	failed, stale := j.rules.eval.err, j.rules.stale
+	j.rules.mu.Unlock()
+	if stale && !j.stale {
+		j.stale, j.err = true, ErrStale
+	}
+	if failed != nil {
+		return o // of this moment only
+	}
+	if o.equal(plain) {
+		o = plain
+	}
+	j.memo.put(j, k, memoEntry{deps: entry.deps | read&^depOut}, o, f)
+	return o
+}
+
+func (m *memo) put(j *Judge, k memoKey, e memoEntry, o *Outcome, f *conntrack.Flow) {
+	m.targets += len(o.To) + len(o.Ranges)
+	if m.byDst == nil || len(m.byDst) >= maxMemo || m.targets > maxMemoTargets {
+		j.remember()
+		*m = memo{byDst: map[memoKey]memoEntry{}, bySrc: map[sourceKey]*Outcome{}, targets: len(o.To) + len(o.Ranges)}
+	}
+	if e.deps == 0 {
+		e.out = o
+	} else {
+		if len(m.bySrc) >= maxMemo {
+			j.remember()
+			clear(m.bySrc)
+		}
+		m.bySrc[j.sourceKey(k, e.deps, f)] = o
+	}
+	m.byDst[k] = e
+}
+
+func (j *Judge) sourceKey(k memoKey, d deps, f *conntrack.Flow) sourceKey {
+	s := sourceKey{memoKey: k}
+	if d&depSrc != 0 {
+		s.src = f.Orig.Src.As16()
+	} else if d&depIn != 0 { // which the source tells otherwise
+		if in := j.host.Inputs(f.Orig.Src); in != nil {
+			s.in = in.ID
+		}
+	}
+	if d&depSport != 0 {
+		s.sport = f.Orig.SrcPort
+	}
+	return s
+}
+
+// Explain judges a flow and tells the steps in words, one a line.
+func (j *Judge) Explain(f *conntrack.Flow) (Judgement, []string) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	v, o := j.judge(f)
+	var steps []string
+	say := func(format string, args ...any) { steps = append(steps, fmt.Sprintf(format, args...)) }
+	name := strings.ToUpper(conntrack.ProtoName(f.Proto))
+	switch {
+	case v.Verdict == NotJudged:
+		say("the protocol is %s, whose flows are not judged by rules", name)
+		return v, steps
+	case v.Verdict == OtherZone:
+		say("the flow is in conntrack zone %d; rules are judged for the default zone only", f.Zone)
+		return v, steps
+	case v.Verdict == Expected:
+		say("a connection-tracking helper announced the flow (status EXPECTED): no rule translated it")
+		return v, steps
+	case o == nil:
+		say("nothing is judged now: %s", v.Why)
+		return v, steps
+	}
+	switch j.host.Sent(f.Orig.Src) {
+	case Own:
+		say("its source %s is this host's: it meets the rules of the hook output", f.Orig.Src)
+	case Foreign:
+		say("its source %s is another host's: it meets the rules of the hook prerouting", f.Orig.Src)
+	case Unsure:
+		say("whether its source %s was this host's is not certain: prerouting and output are both considered", f.Orig.Src)
+	}
+	o, rules := j.rules.Explain(PacketOf(f), j.host)
+	for _, r := range rules {
+		text := r.Text
+		if text != "" {
+			text = ": " + text
+		}
+		say("%s%s (%s)", r.Rule, text, r.Effect)
+	}
+	if len(rules) == 0 && !o.Any {
+		say("no rule leads it anywhere")
+	}
+	say("what the present rules may do with a packet to %s: %s", netip.AddrPortFrom(f.Orig.Dst, f.Orig.DstPort), o)
+	got := netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort)
+	if f.Translated() {
+		say("it is translated: answers come from %s", got)
+	} else {
+		say("it is not translated: answers come from the original destination itself")
+	}
+	switch v.Verdict {
+	case Plain:
+		say("nothing would translate it")
+	case Right:
+		say("the present rules may leave a flow like that")
+	case MayPass:
+		say("some rules would translate it, but it cannot be told whether they match")
+	case UnknownTranslator, Unpredictable:
+		if v.Why != "" {
+			say("it is left alone: %s", v.Why)
+		}
+	case BackendGone:
+		say("no rule may have translated it to %s", got)
+	case Untranslated:
+		say("a new flow would be translated by %s", v.By)
+	case FrontendGone:
+		say("the rule that translated it is gone")
+	}
+	return v, steps
+}

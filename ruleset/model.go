@@ -1,0 +1,417 @@
+package ruleset
+
+import (
+	"cmp"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/flowsweep/flowsweep/internal/uapi"
+)
+
+// Limits of what is kept of a ruleset, each far above what is met: 100 000
+// rules of iptables-nft take 33 MB.
+const (
+	maxRaw      = 128 << 20 // bytes of expressions
+	maxObjects  = 1 << 20   // tables, chains and sets
+	maxElements = 1 << 18   // of one set
+	maxSetBytes = 32 << 20  // keys and data of one set
+)
+
+// ErrTooLarge says that a ruleset is larger than what this package reads.
+var ErrTooLarge = errors.New("the ruleset is larger than is read (128 MiB of rules)")
+
+var errMalformed = errors.New("malformed message from the kernel")
+
+// Family is the family of a table (NFPROTO_*).
+type Family uint8
+
+// The families whose NAT rules translate flows.
+const (
+	INet Family = uapi.NfprotoInet
+	IPv4 Family = uapi.NfprotoIPv4
+	IPv6 Family = uapi.NfprotoIPv6
+)
+
+// String returns the word that nft prints.
+func (f Family) String() string {
+	switch f {
+	case INet:
+		return "inet"
+	case IPv4:
+		return "ip"
+	case IPv6:
+		return "ip6"
+	}
+	return fmt.Sprintf("family %d", uint8(f))
+}
+
+type tableKey struct {
+	family Family
+	name   string
+}
+
+// table is what was read of one table.
+type table struct {
+	tableKey
+	handle  uint64 // of the table; none is given twice (nf_tables_newtable)
+	dormant bool   // its hooks are not registered
+	nat     bool   // has a base chain that translates destinations
+	chains  map[string]*chain
+	sets    map[string]*set
+}
+
+// chain is one chain with its rules, raw until a flow reaches it.
+type chain struct {
+	table    *table
+	name     string
+	hooked   bool // a base chain, of whatever type
+	base     bool // of type nat, at prerouting or output
+	hook     uint32
+	priority int32
+	drop     bool   // policy of a base chain
+	raw      []byte // rules as addRule appends them
+	rules    []rule
+	decoded  bool
+	inert    trilean // nothing in it ends or turns a packet's way: it may be passed over
+}
+
+// rule is one rule, decoded.
+type rule struct {
+	handle uint64
+	exprs  []byte // NFTA_RULE_EXPRESSIONS
+	ops    []op
+	inert  trilean // as passes tells
+}
+
+// trilean is no, yes, or not known yet.
+type trilean int8
+
+const (
+	unsure trilean = iota
+	no
+	yes
+)
+
+// model is the rules of one generation, as far as they were asked for.
+type model struct {
+	tables  map[tableKey]*table
+	objects int
+	raw     int
+	// base has the base chains by hook, ordered by priority (baseChains).
+	base map[uint32][]*chain
+}
+
+func newModel() *model { return &model{tables: map[tableKey]*table{}} }
+
+// addTable takes in an answer to NFT_MSG_GETTABLE.
+func (m *model) addTable(family Family, b []byte) error {
+	t := &table{tableKey: tableKey{family: family}}
+	a := walk(b)
+	for a.next() {
+		switch a.typ {
+		case uapi.NftaTableName:
+			t.name = string(a.text())
+		case uapi.NftaTableFlags:
+			t.dormant = a.u32()&uapi.NftTableFDormant != 0
+		case uapi.NftaTableHandle:
+			t.handle = a.u64()
+		}
+	}
+	if a.bad || t.name == "" {
+		return fmt.Errorf("table: %w", errMalformed)
+	}
+	switch family {
+	case INet, IPv4, IPv6:
+	default: // no packet that is tracked meets it as a NAT rule
+		return nil
+	}
+	t.chains, t.sets = map[string]*chain{}, map[string]*set{}
+	m.tables[t.tableKey] = t
+	return m.count()
+}
+
+func (m *model) count() error {
+	if m.objects++; m.objects > maxObjects {
+		return ErrTooLarge
+	}
+	return nil
+}
+
+// addChain takes in an answer to NFT_MSG_GETCHAIN.
+func (m *model) addChain(family Family, b []byte) error {
+	c := &chain{}
+	var typ, hook []byte
+	var in string
+	policy := uint32(uapi.NfAccept)
+	a := walk(b)
+	for a.next() {
+		switch a.typ {
+		case uapi.NftaChainTable:
+			in = string(a.text())
+		case uapi.NftaChainName:
+			c.name = string(a.text())
+		case uapi.NftaChainHook:
+			hook = a.val
+		case uapi.NftaChainPolicy:
+			policy = a.u32()
+		case uapi.NftaChainType:
+			typ = a.text()
+		}
+	}
+	if a.bad || c.name == "" {
+		return fmt.Errorf("chain: %w", errMalformed)
+	}
+	t := m.tables[tableKey{family, in}]
+	if t == nil {
+		return nil // of another family, or made since the tables were read
+	}
+	c.hooked = hook != nil
+	if string(typ) == "nat" && hook != nil {
+		h := walk(hook)
+		known := 0
+		for h.next() {
+			switch h.typ {
+			case uapi.NftaHookHooknum:
+				c.hook = h.u32()
+				known++
+			case uapi.NftaHookPriority:
+				c.priority = int32(h.u32())
+				known++
+			}
+		}
+		if h.bad || known != 2 {
+			return fmt.Errorf("chain %s: hook: %w", c.name, errMalformed)
+		}
+		c.base = c.hook == uapi.NfInetPreRouting || c.hook == uapi.NfInetLocalOut
+		c.drop = policy == uapi.NfDrop
+		t.nat = t.nat || c.base
+	}
+	c.table = t
+	t.chains[c.name] = c
+	return m.count()
+}
+
+// relevant returns the tables whose rules can be met on the way to a
+// translation.
+func (m *model) relevant() []*table {
+	var list []*table
+	for _, t := range m.tables {
+		if t.nat && !t.dormant {
+			list = append(list, t)
+		}
+	}
+	slices.SortFunc(list, func(a, b *table) int {
+		return cmp.Or(cmp.Compare(a.family, b.family), cmp.Compare(a.name, b.name))
+	})
+	return list
+}
+
+// forgetOthers frees the tables that no packet meets before it is translated.
+func (m *model) forgetOthers() {
+	for k, t := range m.tables {
+		if !t.nat || t.dormant {
+			delete(m.tables, k)
+		}
+	}
+}
+
+// reachable returns the chains of a table that packets may come to from its base
+// chains, in no particular order. It decodes their rules.
+func reachable(t *table) []*chain {
+	var list []*chain
+	seen := map[*chain]bool{}
+	add := func(c *chain) {
+		if c != nil && !seen[c] {
+			seen[c] = true
+			list = append(list, c)
+		}
+	}
+	for _, c := range t.chains {
+		if c.base {
+			add(c)
+		}
+	}
+	for i := 0; i < len(list); i++ {
+		for j := range list[i].decode() {
+			for _, o := range list[i].rules[j].ops {
+				switch o := o.(type) {
+				case *verdictOp:
+					add(o.chain)
+				case *lookupOp:
+					if o.dreg != regVerdict {
+						continue
+					}
+					if o.set.elements == nil { // not fetched: it may lead anywhere
+						for _, c := range t.chains {
+							add(c)
+						}
+						continue
+					}
+					for _, v := range o.set.elements.to {
+						add(v.chain)
+					}
+				}
+			}
+		}
+	}
+	return list
+}
+
+// ruleHeader is how much addRule puts before the expressions of a rule: its
+// handle and their length.
+const ruleHeader = 12
+
+// addRule takes in an answer to NFT_MSG_GETRULE, and leaves the expressions as
+// they are: most rules are never reached.
+func (m *model) addRule(family Family, b []byte) error {
+	var table, name, exprs []byte
+	var handle uint64
+	a := walk(b)
+	for a.next() {
+		switch a.typ {
+		case uapi.NftaRuleTable:
+			table = a.text()
+		case uapi.NftaRuleChain:
+			name = a.text()
+		case uapi.NftaRuleHandle:
+			handle = a.u64()
+		case uapi.NftaRuleExpressions:
+			exprs = a.val
+		}
+	}
+	if a.bad || table == nil || name == nil {
+		return fmt.Errorf("rule: %w", errMalformed)
+	}
+	t := m.tables[tableKey{family, string(table)}]
+	if t == nil {
+		return nil
+	}
+	c := t.chains[string(name)]
+	if c == nil {
+		return nil // made since the chains were read: the generation has moved
+	}
+	m.raw += ruleHeader + len(exprs)
+	if m.raw > maxRaw {
+		return ErrTooLarge
+	}
+	c.raw = binary.NativeEndian.AppendUint64(c.raw, handle)
+	c.raw = binary.NativeEndian.AppendUint32(c.raw, uint32(len(exprs)))
+	c.raw = append(c.raw, exprs...)
+	return nil
+}
+
+// pairs yields handle and expressions of each rule.
+func (c *chain) pairs(yield func(handle uint64, exprs []byte) bool) {
+	for b := c.raw; len(b) >= ruleHeader; {
+		handle, n := binary.NativeEndian.Uint64(b), int(binary.NativeEndian.Uint32(b[8:]))
+		if !yield(handle, b[ruleHeader:ruleHeader+n:ruleHeader+n]) {
+			return
+		}
+		b = b[ruleHeader+n:]
+	}
+}
+
+// decode decodes the rules of a chain that a packet has reached.
+func (c *chain) decode() []rule {
+	if c.decoded {
+		return c.rules
+	}
+	c.decoded = true
+	n := 0
+	for range c.pairs {
+		n++
+	}
+	c.rules = make([]rule, 0, n)
+	for handle, exprs := range c.pairs {
+		c.rules = append(c.rules, rule{handle: handle, exprs: exprs, ops: decodeOps(c.table, exprs)})
+	}
+	return c.rules
+}
+
+// harmless tells whether a packet leaves a chain, and the chains that it jumps
+// to, as it came in, whatever the rules match: then they need not be looked at.
+// Chains that only set marks are such.
+func (c *chain) harmless(depth int) bool {
+	if c.inert != unsure {
+		return c.inert == yes
+	}
+	if depth > maxDepth {
+		return false // not remembered: seen from elsewhere it may be less deep
+	}
+	h := yes
+	for i := range c.decode() {
+		if !c.rules[i].returns(depth) {
+			h = no
+			break
+		}
+	}
+	c.inert = h
+	return h == yes
+}
+
+// returns tells whether all that a rule can decide is to leave the chain by its
+// end or a return, or to jump to a chain that does the same.
+func (r *rule) returns(depth int) bool {
+	for _, o := range r.ops {
+		if !decisive(o) {
+			continue
+		}
+		v, ok := o.(*verdictOp)
+		if !ok {
+			return false
+		}
+		switch v.code {
+		case uapi.NftReturn:
+		case uapi.NftJump, uapi.NftGoto:
+			if !v.chain.harmless(depth + 1) {
+				return false
+			}
+		default:
+			return false
+		}
+	}
+	return true
+}
+
+// passes tells whether a rule may be passed over: whatever it matches, the
+// packet goes on to the next rule.
+func (r *rule) passes() bool {
+	if r.inert == unsure {
+		r.inert = yes
+		for _, o := range r.ops {
+			if !decisive(o) {
+				continue
+			}
+			v, ok := o.(*verdictOp)
+			if !ok || v.code != uapi.NftJump || !v.chain.harmless(0) {
+				r.inert = no
+				break
+			}
+		}
+	}
+	return r.inert == yes
+}
+
+// baseChains orders the base chains of a hook as nf_nat_inet_fn calls them:
+// those of ip, or of ip6, together with those of inet, by priority.
+func (m *model) baseChains(hook uint32) []*chain {
+	if m.base == nil {
+		m.base = map[uint32][]*chain{}
+		for _, t := range m.relevant() {
+			for _, c := range t.chains {
+				if c.base {
+					m.base[c.hook] = append(m.base[c.hook], c)
+				}
+			}
+		}
+		for _, list := range m.base {
+			slices.SortFunc(list, func(a, b *chain) int {
+				return cmp.Or(cmp.Compare(a.priority, b.priority), cmp.Compare(a.table.family, b.table.family),
+					cmp.Compare(a.table.name, b.table.name), cmp.Compare(a.name, b.name))
+			})
+		}
+	}
+	return m.base[hook]
+}

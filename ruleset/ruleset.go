@@ -1,0 +1,344 @@
+package ruleset
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/flowsweep/flowsweep/internal/uapi"
+)
+
+// Loading is tried so often, with waits that double from retryFirst on: a second
+// in all. Commits that come closer than a load takes starve it.
+const (
+	attempts   = 8
+	retryFirst = 8 * time.Millisecond
+)
+
+// ErrChanging says that the rules changed whenever they were read. Nothing can be
+// judged by them now; try again later.
+var ErrChanging = errors.New("nftables: the rules changed while they were read, again and again: " +
+	"some program commits rules without a pause; try again")
+
+// ErrStale says that the rules have changed since they were read: load them anew.
+var ErrStale = errors.New("the rules have changed since they were read")
+
+// Ruleset is the NAT rules of one generation. Rules are decoded, and elements of
+// sets fetched, when the first packet meets them; elements only as long as the
+// generation has not moved, afterwards they make an outcome anything. Its
+// methods may be called from several goroutines, and wait for each other.
+type Ruleset struct {
+	gen  uint32
+	conn *Conn
+
+	mu    sync.Mutex
+	model *model
+	eval  eval
+	// overruns counts the packets for which maxSteps did not do.
+	overruns int
+	stale    bool
+}
+
+// maxOverruns is how many packets may take more work than they are given, about
+// 10 ms each. Then all are anything: a ruleset that is made to be slow does not
+// get to be.
+const maxOverruns = 16
+
+// Load reads the rules. It returns them only if no message says that they changed
+// meanwhile and the generation was the same before and after; otherwise it tries
+// again for about a second and then returns [ErrChanging]. Where the kernel has no
+// nf_tables the error is [ErrNoNFT].
+func (c *Conn) Load(ctx context.Context) (*Ruleset, error) {
+	wait := retryFirst
+	for try := range attempts {
+		if try > 0 {
+			select {
+			case <-ctx.Done():
+				return nil, ctx.Err()
+			case <-time.After(wait):
+			}
+			wait *= 2
+		}
+		r, err := c.load(ctx)
+		if err == nil || !errors.Is(err, errAgain) {
+			return r, err
+		}
+	}
+	return nil, ErrChanging
+}
+
+// errAgain makes Load try again.
+var errAgain = errors.New("the ruleset changed while it was read")
+
+func (c *Conn) load(ctx context.Context) (*Ruleset, error) {
+	before, err := c.Generation()
+	if err != nil {
+		return nil, err
+	}
+	m := newModel()
+	if err := c.dump(ctx, request(uapi.NftGetTable, 0), uapi.NftNewTable, m.addTable); err != nil {
+		return nil, err
+	}
+	if err := c.dump(ctx, request(uapi.NftGetChain, 0), uapi.NftNewChain, m.addChain); err != nil {
+		return nil, err
+	}
+	for _, t := range m.relevant() {
+		if err := c.rules(ctx, m, t); err != nil {
+			return nil, err
+		}
+		if err := c.dump(ctx, tableRequest(uapi.NftGetSet, t), uapi.NftNewSet, m.addSet); err != nil {
+			return nil, err
+		}
+	}
+	m.forgetOthers()
+	after, err := c.Generation()
+	if err != nil {
+		return nil, err
+	}
+	if before != after {
+		return nil, errAgain
+	}
+	r := &Ruleset{gen: after, conn: c, model: m}
+	r.eval = eval{m: m, fetch: r.fetch}
+	return r, nil
+}
+
+// manyChains is from how many chains on rules are asked for chain by chain, which
+// takes 25 µs a chain. In a dump of a whole table the kernel passes over all rules
+// that were sent before, for each 32 KiB anew (__nf_tables_dump_rules): 80 ms for
+// 10 000 rules, but two seconds for 50 000.
+const manyChains = 8192
+
+// rules reads the rules of a table.
+func (c *Conn) rules(ctx context.Context, m *model, t *table) error {
+	filters := len(t.chains) >= manyChains
+	for _, ch := range t.chains {
+		if !filters {
+			break
+		}
+		if ch.hooked && !ch.base {
+			continue // nothing leads there
+		}
+		err := c.dump(ctx, withText(tableRequest(uapi.NftGetRule, t), uapi.NftaRuleChain, ch.name), uapi.NftNewRule,
+			func(family Family, b []byte) error {
+				a := attrs{val: find(b, uapi.NftaRuleChain)}
+				if string(a.text()) != ch.name {
+					filters = false // the kernel ignores what it was asked for
+					return nil
+				}
+				return m.addRule(family, b)
+			})
+		if err != nil {
+			return err
+		}
+	}
+	if filters {
+		return nil
+	}
+	for _, ch := range t.chains {
+		m.raw -= len(ch.raw)
+		ch.raw = nil
+	}
+	return c.dump(ctx, tableRequest(uapi.NftGetRule, t), uapi.NftNewRule, m.addRule)
+}
+
+// dump hands the messages of one type that answer a request to add.
+func (c *Conn) dump(ctx context.Context, req []byte, want uint16, add func(Family, []byte) error) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	interrupted, err := c.exchange(req, func(typ uint16, family Family, b []byte) error {
+		if typ != want {
+			return errUnexpected(typ)
+		}
+		return add(family, b)
+	})
+	if interrupted || gone(err) {
+		return errAgain
+	}
+	return err
+}
+
+// fetch gets the elements of a set, of the generation of everything else.
+func (r *Ruleset) fetch(t *table, s *set) (*elements, error) {
+	if s.elements != nil {
+		return s.elements, nil
+	}
+	if r.stale {
+		return nil, ErrStale
+	}
+	g := gathering{table: t, set: s}
+	huge := false
+	interrupted, err := r.conn.exchange(elementsRequest(t, s), func(typ uint16, _ Family, b []byte) error {
+		switch {
+		case typ != uapi.NftNewSetElem:
+			return errUnexpected(typ)
+		case huge:
+			return nil
+		}
+		err := g.add(b)
+		if errors.Is(err, errHuge) {
+			huge, err = true, nil
+			g.list = nil
+		}
+		return err
+	})
+	if err != nil && !gone(err) {
+		return nil, err
+	}
+	gen, generr := r.conn.Generation()
+	if generr != nil {
+		return nil, generr
+	}
+	if err != nil || interrupted || gen != r.gen {
+		r.stale = true
+		return nil, ErrStale
+	}
+	if huge {
+		return nil, errHuge
+	}
+	s.elements = g.finish()
+	return s.elements, nil
+}
+
+// Generation returns the generation that the rules are of.
+func (r *Ruleset) Generation() uint32 { return r.gen }
+
+// Outcome tells what the rules may do with a packet. It takes from 1 µs to, at
+// worst, about 10 ms, more where elements of sets have to be fetched.
+func (r *Ruleset) Outcome(p Packet, h Host) *Outcome {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	o, _ := r.outcome(p, h, h.Sent(p.Src))
+	return o
+}
+
+// outcome also tells what the outcome depends on. It is to be called with the
+// lock held.
+func (r *Ruleset) outcome(p Packet, h Host, origin Origin) (*Outcome, deps) {
+	e := &r.eval
+	if r.overruns >= maxOverruns {
+		return &Outcome{Any: true, Why: whyWork}, 0
+	}
+	e.host = h
+	untranslated := e.run(p, origin)
+	if e.why == whyWork || e.why == whyDepth || e.why == whyTargets {
+		r.overruns++
+	}
+	return e.outcome(untranslated), e.read
+}
+
+// Step is a rule that has a part in what may happen to a packet.
+type Step struct {
+	Rule
+	Text   string // the rule as nft or iptables would show it, more or less
+	Effect string // "translates it to 198.51.100.11:53", "leads to DOCKER"
+}
+
+// Explain tells what the rules may do with a packet, and which of them have a
+// part in it: those that lead it to another chain or decide, in the order in
+// which they are met. More than 64 are left out.
+func (r *Ruleset) Explain(p Packet, h Host) (*Outcome, []Step) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.eval.retain = true
+	defer func() { r.eval.retain = false }()
+	o, _ := r.outcome(p, h, h.Sent(p.Src))
+	var steps []Step
+	for _, t := range r.eval.trace {
+		steps = append(steps, Step{t.rule(), describe(t.chain.table, t.exprs), t.effect})
+	}
+	return o, steps
+}
+
+// Size counts what was read.
+type Size struct {
+	Tables, Chains, Rules, Sets int
+	Bytes                       int // of the rules, as the kernel sent them
+}
+
+// Size counts what was read, which are tables with NAT rules for destinations.
+func (r *Ruleset) Size() Size {
+	s := Size{Bytes: r.model.raw}
+	for _, t := range r.model.tables {
+		s.Tables++
+		s.Chains += len(t.chains)
+		s.Sets += len(t.sets)
+		for _, c := range t.chains {
+			for range c.pairs {
+				s.Rules++
+			}
+		}
+	}
+	return s
+}
+
+// NotUnderstood lists the rules with an expression that makes a packet's outcome
+// anything, if one reaches it, and why. It decodes every rule.
+func (r *Ruleset) NotUnderstood() []Step {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var list []Step
+	for _, t := range r.model.relevant() {
+		for _, c := range reachable(t) {
+			for handle, exprs := range c.pairs {
+				ops := decodeOps(t, exprs)
+				if n := len(ops); n > 0 {
+					if o, ok := ops[n-1].(*anyOp); ok {
+						list = append(list, Step{ruleAt{c, handle}.rule(), describe(t, exprs), o.why})
+					}
+				}
+			}
+		}
+	}
+	return list
+}
+
+// Translators tells what else than the rules may translate flows of a network
+// namespace, so that they do not tell what is possible.
+type Translators struct {
+	// Legacy is that iptables-legacy has a nat table, whose rules are not read.
+	Legacy bool
+	// IPVS is that IPVS has services.
+	IPVS bool
+	// Err tells why one of them is not known.
+	Err error
+	// Modules are kernel modules that are loaded and can translate without a rule:
+	// act_ct of tc, openvswitch. Flows that no rule translates may be theirs.
+	Modules []string
+}
+
+// unread tells whether other rules, which are not read, decide or may decide.
+func (t Translators) unread() bool { return t.Legacy || t.IPVS || t.Err != nil }
+
+// String says what there is, and what that means.
+func (t Translators) String() string {
+	switch {
+	case t.Legacy:
+		return "iptables-legacy has a nat table, whose rules are not read: use iptables-nft " +
+			"(update-alternatives --set iptables /usr/sbin/iptables-nft), or unload iptable_nat and ip6table_nat"
+	case t.IPVS:
+		return "IPVS has services and decides without rules"
+	case t.Err != nil:
+		return fmt.Sprintf("whether iptables-legacy or IPVS translates is not known: %v", t.Err)
+	}
+	if len(t.Modules) > 0 {
+		return "tc or a switch may translate: " + strings.Join(t.Modules, ", ") + " loaded"
+	}
+	return "nothing but nf_tables translates"
+}
+
+// local is what a host says of an address for Outcome.Allows.
+func local(h Host, a netip.Addr) Types {
+	if a.IsLoopback() {
+		return TypeLocal
+	}
+	if t := h.Types(a); t != 0 {
+		return t
+	}
+	return AllTypes
+}
