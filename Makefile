@@ -17,12 +17,15 @@ ARCHES ?= amd64 arm64
 
 LINT := $(BIN)/golangci-lint
 NFPM := $(BIN)/nfpm
+E2E  := $(BIN)/e2e
+HELM := $(E2E)/helm
+IMAGE ?= flowsweep:$(VERSION)
 export GOLANGCI_LINT_CACHE := $(BIN)/lint-cache
 
-.PHONY: help build test race cover lint fmt fuzz bench cross package clean
+.PHONY: help build test race cover lint fmt fuzz bench cross package differential e2e-tools e2e chart render image clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: ## bin/flowsweep, static
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/flowsweep ./cmd/flowsweep
@@ -55,6 +58,10 @@ fuzz: ## each fuzz target for FUZZTIME (30s, or 20000x: so many runs)
 		$(GO) test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) $$pkg </dev/null || exit 1; \
 	done
 
+differential: ## what the ruleset package predicts against the kernel, for DIFFERENTIAL (10m)
+	FLOWSWEEP_DIFFERENTIAL_FOR=$(or $(DIFFERENTIAL),10m) \
+		$(GO) test -count=1 -timeout 1h -v -run TestDifferential ./ruleset
+
 bench: ## each micro-benchmark once (BENCHTIME=1s to measure)
 	$(GO) test -run '^$$' -bench . -benchmem -benchtime $(BENCHTIME) ./...
 
@@ -68,6 +75,21 @@ cross: ## build and vet for PLATFORMS
 package: $(NFPM) ## bin/packages/*.deb and *.rpm for ARCHES (amd64 arm64)
 	rm -rf $(BIN)/packages
 	GO='$(GO)' NFPM=$(NFPM) VERSION=$(VERSION) deploy/package/build $(BIN)/packages $(ARCHES)
+
+e2e-tools: ## bin/e2e: etcd, kube-apiserver, kube-proxy, kubectl and helm (minutes, once)
+	GO='$(GO)' test/e2e/build $(E2E)
+
+e2e: e2e-tools build ## the agent beside a real control plane and kube-proxy (root)
+	$(GO) test -tags e2e -count=1 -timeout 30m -parallel 5 -v $(TESTFLAGS) ./test/e2e
+
+chart: e2e-tools build ## check the Helm chart and what is rendered from it
+	HELM=$(HELM) KUBECTL=$(E2E)/kubectl .ci/chart
+
+render: e2e-tools ## make from the chart: install.yaml, the kustomize base, the table of values
+	HELM=$(HELM) deploy/render
+
+image: ## a container image IMAGE for this machine's architecture
+	GO='$(GO)' VERSION=$(VERSION) deploy/image/build $(IMAGE) $(shell $(GO) env GOARCH)
 
 clean: ## remove bin/
 	rm -rf $(BIN)
