@@ -23,6 +23,7 @@ import (
 	"strconv"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -32,6 +33,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
@@ -156,12 +158,18 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 		r := cache.NewReflectorWithOptions(
 			cache.ToListWatcherWithWatchListSemantics(s.listWatch(k, st), s.client),
 			resources[k].of, &store{st, k},
-			cache.ReflectorOptions{Name: k.String(), Logger: &klog.Logger{}})
+			cache.ReflectorOptions{Name: k.String(), Logger: &klog.Logger{}, Backoff: new(retries)})
 		work.Go(func() { r.RunWithContext(ctx) })
 	}
 	work.Wait()
 	return nil
 }
+
+// retries are the pauses before an API server is asked again that did not answer.
+// client-go's own grow to a minute: as long as that after its return a proxy on
+// this host may have written rules of which nothing is known here. These grow to
+// 10 s, 15 s with jitter, so that the nodes of a large cluster do not come at once.
+var retries = wait.Backoff{Duration: 800 * time.Millisecond, Factor: 2, Jitter: 0.5, Steps: 20, Cap: 10 * time.Second}
 
 // listWatch asks the API server for a kind, and tells the state how that went.
 func (s *Source) listWatch(k kind, st *state) *cache.ListWatch {
