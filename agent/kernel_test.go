@@ -238,7 +238,8 @@ func neverCommits(b *bed) {
 	if d.Frontend != vip.String()+"/UDP" || d.Backend != b1 || d.Owner != "dns" {
 		t.Errorf("%+v", d)
 	}
-	if tally, err := s.Sample(t.Context(), 20); err != nil || tally.From[b1] != tally.Sent {
+	// A pass may delete the flow while an answer is on its way, which is lost then.
+	if tally, err := s.Sample(t.Context(), 20); err != nil || tally.From[b1] < tally.Sent-1 {
 		t.Errorf("the rules still say %s: %s, %v", b1, tally, err)
 	}
 }
