@@ -22,7 +22,7 @@ HELM := $(E2E)/helm
 IMAGE ?= flowsweep:$(VERSION)
 export GOLANGCI_LINT_CACHE := $(BIN)/lint-cache
 
-.PHONY: help build test race cover lint fmt fuzz bench cross package differential e2e-tools e2e chart render image clean
+.PHONY: help build test race cover lint fmt fuzz bench cross package differential e2e-tools e2e kernels chart render image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ e2e-tools: ## bin/e2e: etcd, kube-apiserver, kube-proxy, kubectl and helm (minut
 
 e2e: e2e-tools build ## the agent beside a real control plane and kube-proxy (root)
 	$(GO) test -tags e2e -count=1 -timeout 30m -parallel 5 -v $(TESTFLAGS) ./test/e2e
+
+kernels: ## the kernel tests on Debian's kernels, under emulation (minutes)
+	$(GO) test -tags kernels -count=1 -timeout 30m -v $(TESTFLAGS) ./test/kernels
 
 chart: e2e-tools build ## check the Helm chart and what is rendered from it
 	HELM=$(HELM) KUBECTL=$(E2E)/kubectl .ci/chart
