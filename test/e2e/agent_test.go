@@ -54,7 +54,8 @@ guards: {shrinkHold: %s, shrinkMinimum: 5}
 stateFile: %q
 log: {level: debug, auditFile: %q}
 admin: {listen: %q}
-`, c.path("agent.kubeconfig"), nodePortAddresses, window, walkBudget, shrinkHold, c.path("state.json"), a.audit, adminAddr))
+`, c.path("agent.kubeconfig"), nodePortAddresses, window, walkBudget, shrinkHold, c.path("state.json"),
+		a.audit, adminAddr))
 	a.start(t)
 	return a
 }

@@ -488,10 +488,11 @@ func (s *scene) disagreement(since time.Time, services []*service, streams ...*s
 	before, passes := deletes(), s.agent.passes(s)
 	time.Sleep(2 * window)
 	if n := deletes() - before; n > 1 {
-		s.Errorf("a flow that the rules make was deleted %d times within %s after it was reported, want 1 at most", n, 2*window)
+		s.Errorf("a flow that the rules make was deleted %d times within %s after it was reported, want 1 at most",
+			n, 2*window)
 	}
-	s.report.note("- 6b, %s: ruleset-disagrees reported after %s, until when a flow was deleted %d times; in the %s after, "+
-		"%d times in %d passes.", s.proxyMode, after.Round(100*time.Millisecond), before, 2*window,
+	s.report.note("- 6b, %s: ruleset-disagrees reported after %s, until when a flow was deleted %d times; "+
+		"in the %s after, %d times in %d passes.", s.proxyMode, after.Round(100*time.Millisecond), before, 2*window,
 		deletes()-before, s.agent.passes(s)-passes)
 	for _, svc := range services {
 		if told := s.events(svc); len(told) == 0 {

@@ -100,7 +100,8 @@ type cluster struct {
 // newCluster starts a control plane with the Node and what the manifest holds, but no proxy.
 func newCluster(t testing.TB) *cluster {
 	t.Helper()
-	star := nstest.Star(t, testnet.Leaf{Name: "client", Prefixes: clientNet}, testnet.Leaf{Name: "pods", Prefixes: podNet})
+	star := nstest.Star(t,
+		testnet.Leaf{Name: "client", Prefixes: clientNet}, testnet.Leaf{Name: "pods", Prefixes: podNet})
 	c := &cluster{t: t, dir: scratch(t), node: star.Router, client: star.Leaf("client"), pods: star.Leaf("pods")}
 	t.Cleanup(func() {
 		for _, p := range slices.Backward(c.processes) {
@@ -250,7 +251,10 @@ func (c *cluster) takeToken(t testing.TB) string {
 
 // kubectl runs kubectl as administrator on the node.
 func (c *cluster) kubectl(stdin string, args ...string) (string, error) {
-	argv := []string{binaries + "/kubectl", "--kubeconfig=" + c.path("admin.kubeconfig"), "--cache-dir=" + c.path("kubectl")}
+	argv := []string{
+		binaries + "/kubectl", "--kubeconfig=" + c.path("admin.kubeconfig"),
+		"--cache-dir=" + c.path("kubectl"),
+	}
 	return run(c.node, stdin, append(argv, args...)...)
 }
 
@@ -274,7 +278,8 @@ func (c *cluster) destroyed(t testing.TB, from, to netip.AddrPort) int {
 	t.Helper()
 	log, err := os.ReadFile(c.path(destroyed + ".log"))
 	must(t, err)
-	return bytes.Count(log, fmt.Appendf(nil, " src=%s dst=%s sport=%d dport=%d ", from.Addr(), to.Addr(), from.Port(), to.Port()))
+	return bytes.Count(log, fmt.Appendf(nil, " src=%s dst=%s sport=%d dport=%d ",
+		from.Addr(), to.Addr(), from.Port(), to.Port()))
 }
 
 // get fetches what the agent or another server on the node answers.

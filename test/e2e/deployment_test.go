@@ -104,7 +104,8 @@ func (s *scene) startPod() *process {
 			must(s, os.MkdirAll(root+m.MountPath, 0o755))
 			continue
 		}
-		content, err := s.kube.CoreV1().ConfigMaps(s.daemon.Namespace).Get(s.Context(), volume.ConfigMap.Name, metav1.GetOptions{})
+		maps := s.kube.CoreV1().ConfigMaps(s.daemon.Namespace)
+		content, err := maps.Get(s.Context(), volume.ConfigMap.Name, metav1.GetOptions{})
 		must(s, err)
 		write(m.MountPath, content.Data[m.SubPath])
 	}

@@ -83,8 +83,8 @@ func (r *report) write(t testing.TB) {
 		return strings.Compare(b.mode, a.mode) // nftables first
 	})
 	var b strings.Builder
-	b.WriteString("| case | flows to | mode | kube-proxy alone | with flowsweep: deleted by it | rules after, ms | repaired after, ms | lost |\n")
-	b.WriteString("|---|---|---|---|---|---|---|---|\n")
+	b.WriteString("| case | flows to | mode | kube-proxy alone | with flowsweep: deleted by it " +
+		"| rules after, ms | repaired after, ms | lost |\n|---|---|---|---|---|---|---|---|\n")
 	for _, row := range r.rows {
 		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s |\n", row.name, row.what, row.mode, row.alone.left(), row.swept.columns())
 	}

@@ -76,7 +76,8 @@ func scale(t *testing.T, r *report) {
 	proxyRSS, proxyMost := c.proxy.memory(t, "VmRSS"), c.proxy.memory(t, "VmHWM")
 
 	mib := func(bytes int64) string { return fmt.Sprintf("%.0f MiB", float64(bytes)/(1<<20)) }
-	r.note("\n12: %d services, %d endpoints, made in %s", manyServices, manyServices*endpointsEach, filled.Round(time.Second))
+	r.note("\n12: %d services, %d endpoints, made in %s", manyServices, manyServices*endpointsEach,
+		filled.Round(time.Second))
 	r.note("\n| | flowsweep | kube-proxy, nftables |\n|---|---|---|")
 	r.note("| ready; first rules in force, s | %.2f | %.2f |", ready.Seconds(), proxySynced.Seconds())
 	r.note("| resident when ready | %s | |", mib(rss))
@@ -84,8 +85,10 @@ func scale(t *testing.T, r *report) {
 	r.note("| most resident | %s (limit %s) | %s |", mib(most), mib(limit), mib(proxyMost))
 	each := func(d time.Duration) string { return (d / manyUpdates).Round(10 * time.Microsecond).String() }
 	r.note("| CPU of one slice update | %s | %s |", each(agentCPU), each(proxyCPU))
-	r.note("| of that outside the kernel, which walks the conntrack table (%d passes) | %s | |", passes, each(userCPU))
-	r.note("| CPU of a second in which nothing changes | %s | |", (idleCPU / (idle / time.Second)).Round(10*time.Microsecond))
+	r.note("| of that outside the kernel, which walks the conntrack table (%d passes) | %s | |",
+		passes, each(userCPU))
+	r.note("| CPU of a second in which nothing changes | %s | |",
+		(idleCPU / (idle / time.Second)).Round(10*time.Microsecond))
 
 	if most > limit {
 		t.Errorf("the agent had %s resident, more than its DaemonSet's limit %s", mib(most), mib(limit))

@@ -213,9 +213,11 @@ func (svc *service) ingress(addrs ...netip.Addr) {
 	svc.s.Helper()
 	svc.Status.LoadBalancer.Ingress = nil
 	for _, a := range addrs {
-		svc.Status.LoadBalancer.Ingress = append(svc.Status.LoadBalancer.Ingress, corev1.LoadBalancerIngress{IP: a.String()})
+		svc.Status.LoadBalancer.Ingress = append(svc.Status.LoadBalancer.Ingress,
+			corev1.LoadBalancerIngress{IP: a.String()})
 	}
-	now, err := svc.s.kube.CoreV1().Services(svc.Namespace).UpdateStatus(svc.s.Context(), svc.Service, metav1.UpdateOptions{})
+	services := svc.s.kube.CoreV1().Services(svc.Namespace)
+	now, err := services.UpdateStatus(svc.s.Context(), svc.Service, metav1.UpdateOptions{})
 	must(svc.s, err)
 	svc.Service = now
 }
