@@ -352,8 +352,8 @@ func (a *Agent) plan(busy bool) (*job, time.Duration) {
 	switch {
 	case len(l.keys) == 0:
 		return nil, sleep
-	case a.budget <= 0 && !l.fresh:
-		until(afford) // what just changed need not wait
+	case a.budget <= 0 && !l.urgent:
+		until(afford) // what just changed need not wait, nor the commit that follows
 		return nil, sleep
 	}
 	j.look = l

@@ -79,7 +79,10 @@ func (c cautious) doubtful(f *conntrack.Flow, v frontend.Verdict) bool {
 	if slices.ContainsFunc(keys, func(k frontend.Key) bool { return a.watches.keys[k].lost(to, f.Orig.DstPort) }) {
 		return false
 	}
-	if a.doubts.confirmed(doubt{flowKey(f), to}, c.job.start) {
+	pause := confirmAfter
+	if a.faulty() {
+		pause *= 10 // so long nothing is confirmed
+	} else if a.doubts.confirmed(doubt{flowKey(f), to}, c.job.start) {
 		return false
 	}
 	if len(keys) == 0 {
@@ -88,11 +91,19 @@ func (c cautious) doubtful(f *conntrack.Flow, v frontend.Verdict) bool {
 		}
 	}
 	for _, k := range keys {
-		if x := a.watches.keys[k]; x.wideAt.IsZero() || x.wideAt.Before(c.job.start) {
-			x.wideAt = c.job.start.Add(confirmAfter)
+		x := a.watches.keys[k]
+		x.opened = c.job.start // it is not settled
+		if !x.wideAt.After(c.job.start) {
+			x.wideAt = c.job.start.Add(pause)
 		}
 	}
 	return true
+}
+
+// faulty tells whether a source knows that it may be behind: the proxy may then
+// be ahead for any length of time.
+func (a *Agent) faulty() bool {
+	return slices.ContainsFunc(a.feeds, func(f *feed) bool { return f.fault != nil })
 }
 
 // lost tells whether a backend is known to have left the frontend.

@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"sync"
 	"testing"
@@ -168,10 +169,12 @@ func TestUnknownBackend(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		after time.Duration // until the source tells
-		want  int           // deleted
+		fault error         // of the source, until then
+		want  int           // deleted within 5 s
 	}{
-		{"told in time", 900 * time.Millisecond, 0},
-		{"not told", time.Hour, 1},
+		{"told in time", 900 * time.Millisecond, nil, 0},
+		{"not told", time.Hour, nil, 1},
+		{"told late by a source that knows it is", time.Hour, errors.New("no connection"), 0},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			observe(t, func(r *simRun, _ *Agent, _ *hungRules, _ *observed) {
@@ -181,6 +184,9 @@ func TestUnknownBackend(t *testing.T) {
 				time.Sleep(100 * time.Millisecond)
 				r.w.commit(1, []byte{2})
 				r.w.send(1, 1)
+				if tc.fault != nil {
+					r.sink.Fault(tc.fault)
+				}
 				time.AfterFunc(tc.after, func() {
 					r.truth[1] = []byte{2}
 					r.tell(1)
@@ -192,6 +198,17 @@ func TestUnknownBackend(t *testing.T) {
 				time.Sleep(5 * time.Second)
 				if n := r.w.deleted(); n != tc.want {
 					t.Errorf("%d flows deleted, want %d", n, tc.want)
+				}
+				if tc.fault != nil {
+					time.Sleep(10 * time.Minute)
+					if n := r.w.deleted(); n != 0 {
+						t.Errorf("%d flows deleted while the source has a fault", n)
+					}
+					r.sink.Fault(nil)
+					time.Sleep(6 * time.Minute)
+					if n := r.w.deleted(); n != 1 {
+						t.Errorf("%d flows deleted after it, want 1", n)
+					}
 				}
 			})
 		})

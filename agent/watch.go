@@ -55,6 +55,7 @@ type watch struct {
 	lastStale time.Time // when a stale flow was found last; zero: never
 
 	fresh     bool // changed since the last pass began
+	answered  bool // a pass has begun after the first commit that followed the change
 	unasked   bool // a full pass found something, and nobody knows of a change
 	lastPass  time.Time
 	lastGen   uint32
@@ -141,7 +142,7 @@ func (w *watches) open(k frontend.Key, now time.Time) *watch {
 	if x.unasked {
 		x.unasked, x.changed = false, now
 	}
-	x.opened, x.fresh, x.timed = now, true, timedFirst
+	x.opened, x.fresh, x.answered, x.timed = now, true, false, timedFirst
 	return x
 }
 
@@ -177,7 +178,7 @@ func (x *watch) due(now time.Time, window time.Duration, gen uint32, trusted boo
 type look struct {
 	change frontend.Change
 	keys   map[frontend.Key]bool // the watches that it serves, and whether it is wide for them
-	fresh  bool                  // something has changed that no pass has looked at
+	urgent bool                  // a change that no pass has looked at, or the first commit since one
 	full   bool                  // at everything
 }
 
@@ -193,7 +194,7 @@ func (w *watches) next(now time.Time, gen uint32, trusted bool) (l look, at time
 			continue
 		}
 		l.keys[k] = wide
-		l.fresh = l.fresh || x.fresh
+		l.urgent = l.urgent || x.fresh || !x.answered && gen != x.lastGen
 		switch {
 		case k == everything:
 			l.full = true
@@ -234,6 +235,7 @@ func (w *watches) begin(keys map[frontend.Key]bool, now time.Time, gen uint32) {
 		case gen != x.lastGen && !x.lastPass.IsZero() && x.wideAt.IsZero():
 			x.wideAt = now.Add(wideAfter)
 		}
+		x.answered = x.answered || gen != x.lastGen && !x.lastPass.IsZero()
 		x.fresh, x.lastPass, x.lastGen = false, now, gen
 	}
 }
