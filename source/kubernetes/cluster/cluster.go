@@ -20,7 +20,6 @@ import (
 	"net"
 	"net/netip"
 	"net/url"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -29,7 +28,6 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -173,7 +171,7 @@ var retries = wait.Backoff{Duration: 800 * time.Millisecond, Factor: 2, Jitter: 
 
 // listWatch asks the API server for a kind, and tells the state how that went.
 func (s *Source) listWatch(k kind, st *state) *cache.ListWatch {
-	broken := false // since the connection broke, another server may have answered
+	broken := false // since a request failed, nobody knows what was missed, nor whose storage answers
 	asked := func(ctx context.Context, err error) {
 		if ctx.Err() == nil { // else Run ends, which is no fault
 			st.asked(k, err)
@@ -181,18 +179,23 @@ func (s *Source) listWatch(k kind, st *state) *cache.ListWatch {
 	}
 	return &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+			st.lags(k)
 			list, err := s.client.list(ctx, &s.cfg, k, o)
-			broken = broken || err != nil
+			broken = err != nil
 			asked(ctx, err)
 			return list, err
 		},
 		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 			streaming := o.SendInitialEvents != nil
-			if broken && !streaming {
-				if err := s.rewound(ctx, k, o.ResourceVersion); err != nil {
-					asked(ctx, err)
-					return nil, err
-				}
+			switch {
+			case streaming:
+				st.lags(k)
+			case broken:
+				// A list follows. A watch could resume, but not tell when it has caught up;
+				// and one from a version that the storage has not reached, since it was
+				// restored or begun anew, would be accepted and wait in silence.
+				broken = false
+				return nil, apierrors.NewResourceExpired("the connection was lost; what was missed is listed")
 			}
 			w, err := s.client.watch(ctx, &s.cfg, k, o)
 			if streaming && apierrors.IsInvalid(err) {
@@ -200,30 +203,49 @@ func (s *Source) listWatch(k kind, st *state) *cache.ListWatch {
 			}
 			broken = err != nil
 			asked(ctx, err)
-			return w, err
+			if err != nil {
+				return nil, err
+			}
+			// Mostly that it has expired: a list follows, after a pause.
+			return hear(w, func(e *watch.Event) { asked(ctx, apierrors.FromObject(e.Object)) }), nil
 		},
 	}
 }
 
-// rewound returns an error that makes the reflector list again where the API
-// server's storage is older than what is known: it was restored from a backup, or
-// begun anew. A watch from a version of the future would be accepted, and wait in
-// silence until the storage gets there.
-func (s *Source) rewound(ctx context.Context, k kind, known string) error {
-	list, err := s.client.list(ctx, &s.cfg, k, metav1.ListOptions{Limit: 1})
-	if err != nil {
-		return err
-	}
-	acc, err := meta.ListAccessor(list)
-	if err != nil {
-		return err
-	}
-	is, err1 := strconv.ParseUint(acc.GetResourceVersion(), 10, 64)
-	was, err2 := strconv.ParseUint(known, 10, 64)
-	if err := errors.Join(err1, err2); err == nil && is < was {
-		return apierrors.NewResourceExpired(fmt.Sprintf("the storage is at version %d, before %d", is, was))
-	}
-	return nil
+// heard is a watch whose errors somebody hears. watch.Filter would do, but for a
+// goroutine that it leaves where the watch is stopped while an event waits.
+type heard struct {
+	watch.Interface
+	events  chan watch.Event
+	stopped chan struct{}
+	stop    sync.Once
+}
+
+func hear(w watch.Interface, errors func(e *watch.Event)) watch.Interface {
+	h := &heard{Interface: w, events: make(chan watch.Event), stopped: make(chan struct{})}
+	go func() {
+		defer close(h.events)
+		for e := range w.ResultChan() {
+			if e.Type == watch.Error {
+				errors(&e)
+			}
+			select {
+			case h.events <- e:
+			case <-h.stopped:
+				return
+			}
+		}
+	}()
+	return h
+}
+
+// ResultChan implements watch.Interface.
+func (h *heard) ResultChan() <-chan watch.Event { return h.events }
+
+// Stop implements watch.Interface.
+func (h *heard) Stop() {
+	h.stop.Do(func() { close(h.stopped) })
+	h.Interface.Stop()
 }
 
 // World is what Read has read.

@@ -40,7 +40,9 @@ type state struct {
 	ranges   map[string][]netip.Prefix             // by ServiceCIDR
 
 	listed   [kinds]bool
-	nodeGone bool // the API server has no Node of that name
+	lagging  [kinds]bool // it may be older than the other kinds, until the next list
+	late     bool        // something changed that the sink was not told, since a kind lags
+	nodeGone bool        // the API server has no Node of that name
 	complete bool
 	faults   [kinds]error
 	problems map[unit][]string // those that were told of
@@ -68,18 +70,37 @@ func (s *state) asked(k kind, err error) {
 	defer s.mu.Unlock()
 	if absent(k, err) {
 		err = nil
-		if !s.listed[k] { // an API server that has none of them
-			s.listed[k] = true
+		if !s.listed[k] || s.lagging[k] { // an API server that has none of them
+			s.listed[k], s.lagging[k] = true, false
 			s.deliver()
 		}
 	}
 	switch {
 	case err != nil:
+		s.lagging[k] = s.complete
 		err = told(k, err)
+	case s.lagging[k]:
+		return // it is well when the list is there
 	case k == nodes && s.nodeGone:
 		err = s.missingNode() // though the request went well
 	}
 	s.fault(k, err)
+}
+
+// lags notes that a kind is about to be listed again. The proxy on this host has
+// its own connection: what is known of one kind and not yet of another (a Service
+// without its slices) would make flows look wrong that are right.
+func (s *state) lags(k kind) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.lagging[k] = s.complete
+}
+
+// whole tells whether the sink may be told of a change; if not, it is told
+// everything once that is so.
+func (s *state) whole() bool {
+	s.late = s.late || slices.Contains(s.lagging[:], true)
+	return !s.late
 }
 
 func (s *state) fault(k kind, err error) {
@@ -179,7 +200,12 @@ func (s *store) Replace(items []any, _ string) error {
 	if s.kind == serviceCIDRs {
 		s.sendRanges()
 	}
-	s.listed[s.kind] = true
+	s.listed[s.kind], s.lagging[s.kind] = true, false
+	if s.kind == nodes && s.nodeGone {
+		s.fault(nodes, s.missingNode())
+	} else {
+		s.fault(s.kind, nil)
+	}
 	s.deliver()
 	return nil
 }
@@ -253,10 +279,11 @@ func (s *state) setNode(n *corev1.Node) {
 	}
 	s.node = n
 	s.fault(nodes, nil)
-	if s.complete {
-		s.sendHost()
-	} else {
+	switch {
+	case !s.complete:
 		s.deliver()
+	case s.whole():
+		s.sendHost()
 	}
 }
 
@@ -267,7 +294,7 @@ func (s *state) missingNode() error {
 func (s *state) sendHost() { s.sink.Host(source.Host{Listed: kubernetes.NodeAddresses(s.node)}) }
 
 func (s *state) sendRanges() {
-	if !s.complete {
+	if !s.complete || !s.whole() {
 		return
 	}
 	var list []netip.Prefix
@@ -289,8 +316,13 @@ func (s *state) deliver() {
 	if s.node == nil {
 		return
 	}
-	s.complete = true
-	if first {
+	if slices.Contains(s.lagging[:], true) {
+		s.late = true
+		return
+	}
+	late := s.late
+	s.complete, s.late = true, false
+	if first || late {
 		s.sendHost()
 		s.sendRanges()
 	}
@@ -315,7 +347,7 @@ func (s *state) deliver() {
 
 // update gives the sink what one unit is now.
 func (s *state) update(kind string, n name) {
-	if s.complete {
+	if s.complete && s.whole() {
 		s.sink.Set(kind+n.String(), s.frontends(kind, n))
 	}
 }
