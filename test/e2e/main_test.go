@@ -1,4 +1,4 @@
-//go:build e2e
+//go:build e2e && linux
 
 // Package e2e proves flowsweep against etcd, kube-apiserver and kube-proxy; README.md tells how.
 package e2e

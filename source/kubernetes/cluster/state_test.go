@@ -37,8 +37,8 @@ type history struct {
 	now  *objects // what the API server has
 
 	listed   [kinds]bool
-	lagging  map[kind]bool // not listed since an error
-	before   int           // calls of the sink before the first of them
+	lagging  map[kind]bool   // not listed since an error
+	before   int             // calls of the sink before the first of them
 	seenNode *corev1.Node    // the last one there was
 	told     []error         // problems, since the last step
 	problems map[string]bool // those that hold, by unit and text
