@@ -3,7 +3,6 @@ package frontend
 import (
 	"net/netip"
 	"slices"
-	"sort"
 
 	"github.com/flowsweep/flowsweep/conntrack"
 )
@@ -20,9 +19,11 @@ const (
 	LoadBalancerIP             // a Service's load-balancer address (ipMode VIP)
 	NodePort                   // a Service's port on the host's own addresses
 	HostPort                   // a Pod's port on the host's own addresses
+	Rule                       // whatever a NAT rule translates (package ruleset)
+	Kinds                      // how many there are
 )
 
-var kindNames = [...]string{"static", "cluster-ip", "external-ip", "load-balancer-ip", "node-port", "host-port"}
+var kindNames = [...]string{"static", "cluster-ip", "external-ip", "load-balancer-ip", "node-port", "host-port", "rule"}
 
 // String returns the kind's word in reports.
 func (k Kind) String() string { return kindNames[k] }
@@ -118,8 +119,12 @@ func (b Backends) Contains(to netip.AddrPort, dport uint16) bool {
 }
 
 func (b Backends) has(x netip.AddrPort) bool {
-	i := sort.Search(len(b.sorted), func(i int) bool { return b.sorted[i].Compare(x) >= 0 })
-	return i < len(b.sorted) && b.sorted[i] == x
+	// Looking at each is faster for the few that most frontends have.
+	if len(b.sorted) <= 16 {
+		return slices.Contains(b.sorted, x)
+	}
+	_, found := slices.BinarySearchFunc(b.sorted, x, netip.AddrPort.Compare)
+	return found
 }
 
 // Host is what is known of this host's own addresses.

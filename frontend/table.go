@@ -119,8 +119,8 @@ type Table struct {
 	// What Len returns.
 	frontends, tombstones int
 	// most is the most that the policy or any frontend so far has allowed to be
-	// deleted of a protocol. It never shrinks.
-	most map[uint8]Sweep
+	// deleted, by protocol. It never shrinks.
+	most [256]Sweep
 	// services are the ranges of service addresses; foreign counts the claims of
 	// other proxies by address, which exempts an address from them.
 	services []serviceRange
@@ -208,7 +208,7 @@ func NewTable(o Options) *Table {
 		ranges:  map[addrProto]*segments{},
 		hosts:   map[netip.Addr]hostAddr{},
 		scope:   map[Scope]int{},
-		most:    map[uint8]Sweep{conntrack.UDP: o.Policy.UDP, conntrack.TCP: o.Policy.TCP, conntrack.SCTP: o.Policy.SCTP},
+		most:    [256]Sweep{conntrack.UDP: o.Policy.UDP, conntrack.TCP: o.Policy.TCP, conntrack.SCTP: o.Policy.SCTP},
 		foreign: map[netip.Addr]int{},
 	}
 }
