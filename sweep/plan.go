@@ -69,9 +69,19 @@ type Plan struct {
 	Estimate time.Duration
 }
 
+// Scoper tells what a judge can ever have deleted. *frontend.Table is one.
+type Scoper interface {
+	// Scopes returns the families and protocols of which something may be deleted.
+	Scopes() []frontend.Scope
+	// Most returns the most that may be deleted of a protocol.
+	Most(proto uint8) frontend.Sweep
+	// Zones returns the conntrack zones that are judged.
+	Zones() []uint16
+}
+
 // Planner turns what may have become stale into queries.
 type Planner struct {
-	Table    *frontend.Table
+	Table    Scoper
 	Features conntrack.Features
 	// Flows is the number of flows in the kernel's table, the size of a walk.
 	Flows int

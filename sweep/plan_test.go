@@ -75,7 +75,7 @@ func TestPlan(t *testing.T) {
 		{"one IPv6 backend leaves: the kernel sees to the port, this process to the address", modern, nil, 1e6, change("six", "[2001:db8:1::10]:53", conntrack.UDP, "[2001:db8:2::11]:53"), []string{
 			"ipv6 udp answered from [2001:db8:2::12]:53 zone 0: 2 lost backends",
 		}},
-		{"service deleted: both its frontends", modern, nil, 1e6, func(p *Planner) Plan { return p.Narrow(p.Table.Set("dns", nil)) }, []string{
+		{"service deleted: both its frontends", modern, nil, 1e6, func(p *Planner) Plan { return p.Narrow(tableOf(p).Set("dns", nil)) }, []string{
 			"ipv4 udp to 203.0.113.10:53 zone 0: 1 suspect frontend", "ipv4 udp to port 30053 zone 0: 1 suspect frontend",
 		}},
 		{"TCP: only what was never answered", modern, nil, 1e6, change("web", "203.0.113.11:443", conntrack.TCP, "198.51.100.14:443"), []string{
@@ -85,7 +85,7 @@ func TestPlan(t *testing.T) {
 		{"many services at once", modern, nil, 1e6, func(p *Planner) Plan {
 			var ch frontend.Change
 			for i := range 200 {
-				ch.Add(p.Table.Set(service(fmt.Sprint("s", i), fmt.Sprintf("203.0.113.%d:%d", i, 1000+i), conntrack.UDP, "198.51.100.1:53")))
+				ch.Add(tableOf(p).Set(service(fmt.Sprint("s", i), fmt.Sprintf("203.0.113.%d:%d", i, 1000+i), conntrack.UDP, "198.51.100.1:53")))
 			}
 			return p.Narrow(ch)
 		}, []string{"ipv4 udp zone 0: full pass for 400 changes"}},
@@ -94,11 +94,11 @@ func TestPlan(t *testing.T) {
 			for i := range 100 {
 				bs = append(bs, fmt.Sprintf("[2001:db8:2::%x]:53", i+1))
 			}
-			p.Table.Set(service("six", "[2001:db8:1::10]:53", conntrack.UDP, bs...))
-			return p.Narrow(p.Table.Set(service("six", "[2001:db8:1::10]:53", conntrack.UDP, bs[0])))
+			tableOf(p).Set(service("six", "[2001:db8:1::10]:53", conntrack.UDP, bs...))
+			return p.Narrow(tableOf(p).Set(service("six", "[2001:db8:1::10]:53", conntrack.UDP, bs[0])))
 		}, []string{"ipv6 udp answered from port 53 zone 0: 198 lost backends"}},
 		{"an address of this host comes", modern, nil, 1e6, func(p *Planner) Plan {
-			return p.Narrow(p.Table.SetHost(frontend.Host{Listed: []netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.3")}}))
+			return p.Narrow(tableOf(p).SetHost(frontend.Host{Listed: []netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.3")}}))
 		}, []string{"ipv4 udp to 192.0.2.3 zone 0: 1 suspect frontend", "ipv4 tcp to 192.0.2.3 unreplied zone 0: 1 suspect frontend"}},
 		{"nothing", modern, nil, 1e6, func(p *Planner) Plan { return p.Narrow(frontend.Change{}) }, nil},
 	} {
@@ -111,8 +111,10 @@ func TestPlan(t *testing.T) {
 	}
 }
 
+func tableOf(p *Planner) *frontend.Table { return p.Table.(*frontend.Table) }
+
 func change(name, vip string, proto uint8, backends ...string) func(*Planner) Plan {
-	return func(p *Planner) Plan { return p.Narrow(p.Table.Set(service(name, vip, proto, backends...))) }
+	return func(p *Planner) Plan { return p.Narrow(tableOf(p).Set(service(name, vip, proto, backends...))) }
 }
 
 // Whatever changes, and whatever the kernel honours, the narrow plan returns

@@ -290,7 +290,7 @@ func CleanStaleEntries(ctx context.Context, conn Conn, family conntrack.Family,
 
 // NewPlanner returns a planner that knows what the kernel honours and how large
 // its table is now.
-func NewPlanner(ctx context.Context, conn Conn, table *frontend.Table,
+func NewPlanner(ctx context.Context, conn Conn, table Scoper,
 	families ...conntrack.Family,
 ) (*Planner, error) {
 	p := &Planner{Table: table, Families: families}
