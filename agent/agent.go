@@ -116,7 +116,8 @@ type Agent struct {
 	ready     bool      // all sources complete and a first pass done
 	lastFull  time.Time
 	lastPass  *Pass
-	budget    float64 // seconds of walking that may be spent now
+	nextPass  time.Time // no pass begins before, so that changes share one
+	budget    float64   // seconds of walking that may be spent now
 	budgetAt  time.Time
 	failures  int // in a row
 	retryAt   time.Time
@@ -179,7 +180,7 @@ func (a *Agent) Reconfigure(c Config) {
 	defer a.stir()
 	c.Policy, c.Zones, c.Families, c.StateFile = a.cfg.Policy, a.cfg.Zones, a.cfg.Families, a.cfg.StateFile
 	a.cfg = c
-	a.watches.window = c.Window
+	a.watches.window, a.watches.at = c.Window, time.Time{}
 	a.setHost()
 }
 
@@ -344,6 +345,10 @@ func (a *Agent) plan(busy bool) (*job, time.Duration) {
 	case a.cfg.FullPass > 0:
 		until(a.lastFull.Add(a.cfg.FullPass))
 	}
+	if a.nextPass.After(now) {
+		until(a.nextPass)
+		return nil, sleep
+	}
 	l, at := a.watches.next(now, gen, trusted)
 	until(at)
 	if len(a.watches.keys) > 0 && trusted {
@@ -370,11 +375,7 @@ func (a *Agent) begin(j *job, gen uint32) {
 // few microseconds' work, so often at first, when the proxy is expected to
 // write, and less later.
 func (a *Agent) poll(now time.Time) time.Duration {
-	youngest := time.Duration(1<<63 - 1)
-	for _, x := range a.watches.keys {
-		youngest = min(youngest, now.Sub(x.opened))
-	}
-	return min(max(50*time.Millisecond, (youngest-20*time.Second)/20), time.Second)
+	return min(max(50*time.Millisecond, (now.Sub(a.watches.lastOpened)-20*time.Second)/20), time.Second)
 }
 
 func (a *Agent) refill(now time.Time) {
@@ -422,11 +423,25 @@ func (a *Agent) run(ctx context.Context, j *job) Pass {
 	slices.SortFunc(p.Stale, func(x, y StaleCount) int { return y.Flows - x.Flows })
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.budget -= walking(&p.Report).Seconds()
+	a.rest(j.start, walking(&p.Report))
 	if p.Err == nil {
 		a.settle(j)
 	}
 	return p
+}
+
+// coalesce is the time between the starts of two passes at least: what changes
+// faster shares a pass.
+const coalesce = 20 * time.Millisecond
+
+// rest accounts for a pass that has walked for so long. Where changes come
+// without end and have used up the budget, their passes take a quarter of a core.
+func (a *Agent) rest(start time.Time, walked time.Duration) {
+	a.budget -= walked.Seconds()
+	a.nextPass = start.Add(coalesce)
+	if t := a.now().Add(3 * walked); a.budget <= 0 && t.After(a.nextPass) {
+		a.nextPass = t
+	}
 }
 
 // mostCounts bounds what one pass remembers of the flows that it found.
@@ -482,8 +497,7 @@ func (a *Agent) watchFound(j *job, f *conntrack.Flow, v frontend.Verdict) *front
 		return nil
 	}
 	k := flowKey(f)
-	x := a.watches.open(k, j.start)
-	x.fresh, x.unasked, x.lastPass, x.lastGen = false, true, j.start, j.gen
+	x := a.watches.openUnasked(k, j.start, j.gen)
 	x.change.Suspects = []frontend.Suspect{{Key: k, Cause: frontend.CauseNew, Owner: v.Owner, Kind: v.Kind}}
 	return &k
 }

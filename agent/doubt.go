@@ -91,11 +91,7 @@ func (c cautious) doubtful(f *conntrack.Flow, v frontend.Verdict) bool {
 		}
 	}
 	for _, k := range keys {
-		x := a.watches.keys[k]
-		x.opened = c.job.start // it is not settled
-		if !x.wideAt.After(c.job.start) {
-			x.wideAt = c.job.start.Add(pause)
-		}
+		a.watches.postpone(k, c.job.start, pause)
 	}
 	return true
 }

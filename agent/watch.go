@@ -36,6 +36,10 @@ const (
 	// wideAfter is the distance of the wide pass that follows a commit.
 	wideAfter = 2 * time.Second
 
+	// grain is what times of passes to come are rounded up to, so that watches
+	// share them.
+	grain = 100 * time.Millisecond
+
 	// disagreePause is the interval between passes for a frontend whose rules
 	// make what is wrong.
 	disagreePause = time.Minute
@@ -89,10 +93,23 @@ type watches struct {
 	keys   map[frontend.Key]*watch
 	// ranges are the keys of more than one port, which a flow cannot look up.
 	ranges map[frontend.Key]*watch
+	// fresh are the keys that no pass has looked at since they changed.
+	fresh map[frontend.Key]*watch
+
+	// What spares next the look at thousands of watches for each that changes:
+	// before the time at, none but fresh ones are due, provided that gen and
+	// trusted are what they were.
+	at      time.Time
+	gen     uint32
+	trusted bool
+
+	lastOpened time.Time
 }
 
 func newWatches(window time.Duration) *watches {
-	return &watches{window: window, keys: map[frontend.Key]*watch{}, ranges: map[frontend.Key]*watch{}}
+	return &watches{
+		window: window, keys: map[frontend.Key]*watch{}, ranges: map[frontend.Key]*watch{}, fresh: map[frontend.Key]*watch{},
+	}
 }
 
 // hostKey stands for everything at one address of this host.
@@ -143,36 +160,66 @@ func (w *watches) open(k frontend.Key, now time.Time) *watch {
 		x.unasked, x.changed = false, now
 	}
 	x.opened, x.fresh, x.answered, x.timed = now, true, false, timedFirst
+	w.fresh[k], w.lastOpened = x, now
 	return x
+}
+
+// openUnasked opens a watch of what the running pass has found unasked.
+func (w *watches) openUnasked(k frontend.Key, pass time.Time, gen uint32) *watch {
+	x := w.open(k, pass)
+	delete(w.fresh, k)
+	x.fresh, x.unasked, x.lastPass, x.lastGen = false, true, pass, gen
+	w.at = time.Time{}
+	return x
+}
+
+// postpone takes a watch for not settled, and has a wide pass look at it again.
+func (w *watches) postpone(k frontend.Key, pass time.Time, pause time.Duration) {
+	x := w.keys[k]
+	w.restart(x, pass)
+	if !x.wideAt.After(pass) {
+		x.wideAt = pass.Add(pause)
+	}
+}
+
+// restart makes a watch's window begin with a pass that has found something.
+func (w *watches) restart(x *watch, pass time.Time) {
+	x.opened, w.at = pass, time.Time{}
+	if pass.After(w.lastOpened) {
+		w.lastOpened = pass
+	}
 }
 
 func (w *watches) drop(k frontend.Key) {
 	delete(w.keys, k)
 	delete(w.ranges, k)
+	delete(w.fresh, k)
 }
 
 // due tells when the next pass for a watch is to begin, now or at a time to
 // come, and whether it is a wide one. gen is the ruleset's generation, trusted
 // whether it moves with every commit.
 func (x *watch) due(now time.Time, window time.Duration, gen uint32, trusted bool) (at time.Time, wide bool) {
-	end := x.opened.Add(window)
+	end := roundUp(x.opened.Add(window))
 	switch {
 	case x.fresh:
 		return now, false
 	case x.disagrees != nil:
-		return x.lastPass.Add(disagreePause), true
+		return roundUp(x.lastPass.Add(disagreePause)), true
 	case !trusted:
-		if at := x.lastPass.Add(x.timed); at.Before(end) {
+		if at := roundUp(x.lastPass.Add(x.timed)); at.Before(end) {
 			return at, true
 		}
 		return end, true
 	case gen != x.lastGen:
 		return now, false
 	case !x.wideAt.IsZero() && x.wideAt.Before(end):
-		return x.wideAt, true
+		return roundUp(x.wideAt), true
 	}
 	return end, true
 }
+
+func roundUp(t time.Time) time.Time { return t.Add(grain - 1).Truncate(grain) }
 
 // look is what a pass is to look at.
 type look struct {
@@ -185,13 +232,20 @@ type look struct {
 // next returns what to look at now, and when to ask again, commits aside.
 func (w *watches) next(now time.Time, gen uint32, trusted bool) (l look, at time.Time) {
 	l.keys = map[frontend.Key]bool{}
-	for k, x := range w.keys {
+	some := w.fresh
+	if gen != w.gen || trusted != w.trusted || !now.Before(w.at) {
+		some = w.keys
+		w.gen, w.trusted, w.at = gen, trusted, now.Add(idle)
+	}
+	at = w.at
+	for k, x := range some {
 		due, wide := x.due(now, w.window, gen, trusted)
 		if due.After(now) {
-			if at.IsZero() || due.Before(at) {
-				at = due
-			}
+			at = earlier(at, due)
 			continue
+		}
+		if !x.fresh {
+			w.at = now // until a pass begins
 		}
 		l.keys[k] = wide
 		l.urgent = l.urgent || x.fresh || !x.answered && gen != x.lastGen
@@ -206,10 +260,18 @@ func (w *watches) next(now time.Time, gen uint32, trusted bool) (l look, at time
 			l.change.Add(x.change)
 		}
 	}
+	w.at = earlier(w.at, at)
 	if l.full {
 		l.keys = w.all()
 	}
 	return l, at
+}
+
+func earlier(a, b time.Time) time.Time {
+	if b.Before(a) {
+		return b
+	}
+	return a
 }
 
 // all returns every watch, as a full pass serves it.
@@ -237,6 +299,9 @@ func (w *watches) begin(keys map[frontend.Key]bool, now time.Time, gen uint32) {
 		}
 		x.answered = x.answered || gen != x.lastGen && !x.lastPass.IsZero()
 		x.fresh, x.lastPass, x.lastGen = false, now, gen
+		delete(w.fresh, k)
+		due, _ := x.due(now, w.window, gen, w.trusted)
+		w.at = earlier(w.at, due)
 	}
 }
 
@@ -269,7 +334,7 @@ func (w *watches) found(k frontend.Key, f *conntrack.Flow, v frontend.Verdict, p
 	if x == nil {
 		return nil
 	}
-	x.opened = pass
+	w.restart(x, pass)
 	to := netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort)
 	if x.returning == nil {
 		x.returning = map[netip.AddrPort]*returning{}
@@ -317,6 +382,7 @@ func (w *watches) end(keys map[frontend.Key]bool, pass time.Time) (settled []set
 				if x.disagrees != nil && x.disagrees.Backend == to {
 					cleared = append(cleared, x.disagrees)
 					x.disagrees = nil
+					w.at = time.Time{}
 				}
 			}
 		}
