@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strconv"
 
-	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 
 	"github.com/flowsweep/flowsweep/conntrack"
@@ -31,49 +30,53 @@ type endpoint struct {
 	is   condition
 }
 
-// offer is one port of a slice. Its endpoints are those from first up to, not
-// including, last in builder.endpoints.
-type offer struct {
-	name        string
-	proto       uint8
-	port        uint16
-	family      conntrack.Family
-	first, last int
+// Slice is what counts of an EndpointSlice from the point of view of a node. It
+// is read once, takes about a quarter of the object's memory, and refers to none
+// of it but names.
+type Slice struct {
+	Namespace, Name string
+	Service         string // of the same namespace; "": none
+
+	family    conntrack.Family // 0: nothing counts
+	endpoints []endpoint
+	ports     []slicePort
+	problems  []error
 }
 
-// readSlices reads a Service's slices into b.endpoints and b.offers, so that an
-// address is parsed, and a bad one reported, once for all the Service's ports.
-func (b *builder) readSlices(svc *corev1.Service, eps []*discoveryv1.EndpointSlice) {
-	b.endpoints, b.offers = b.endpoints[:0], b.offers[:0]
-	for _, s := range eps {
-		if s.Namespace != svc.Namespace || s.Labels[discoveryv1.LabelServiceName] != svc.Name {
-			continue
-		}
-		var family conntrack.Family
-		switch s.AddressType {
-		case discoveryv1.AddressTypeIPv4:
-			family = conntrack.IPv4
-		case discoveryv1.AddressTypeIPv6:
-			family = conntrack.IPv6
-		case discoveryv1.AddressTypeFQDN:
-			continue
-		default:
-			b.report("EndpointSlice", s.Namespace, s.Name, "addressType",
-				fmt.Errorf("%q is not an address type (IPv4, IPv6 or FQDN)", string(s.AddressType)))
-			continue
-		}
-		first := len(b.endpoints)
-		b.endpoints = slices.Grow(b.endpoints, len(s.Endpoints))
-		for i := range s.Endpoints {
-			b.readEndpoint(s, i, family)
-		}
-		for i := range s.Ports {
-			o := offer{family: family, first: first, last: len(b.endpoints)}
-			if b.readPort(s, i, &o) {
-				b.offers = append(b.offers, o)
-			}
-		}
+type slicePort struct {
+	name  string
+	proto uint8
+	port  uint16
+}
+
+// ReadSlice reads an EndpointSlice as the proxy on the named node sees it; without
+// a name no endpoint is local. What in it does not count is reported by
+// [ServiceFrontends] of its Service.
+func ReadSlice(o *discoveryv1.EndpointSlice, node string) *Slice {
+	s := &Slice{Namespace: o.Namespace, Name: o.Name, Service: o.Labels[discoveryv1.LabelServiceName]}
+	switch o.AddressType {
+	case discoveryv1.AddressTypeIPv4:
+		s.family = conntrack.IPv4
+	case discoveryv1.AddressTypeIPv6:
+		s.family = conntrack.IPv6
+	case discoveryv1.AddressTypeFQDN:
+		return s
+	default:
+		s.report("addressType", fmt.Errorf("%q is not an address type (IPv4, IPv6 or FQDN)", string(o.AddressType)))
+		return s
 	}
+	s.endpoints = make([]endpoint, 0, len(o.Endpoints))
+	for i := range o.Endpoints {
+		s.readEndpoint(o, i, node)
+	}
+	for i := range o.Ports {
+		s.readPort(o, i)
+	}
+	return s
+}
+
+func (s *Slice) report(path string, err error) {
+	s.problems = append(s.problems, problem("EndpointSlice", s.Namespace, s.Name, path, err))
 }
 
 // readEndpoint appends the addresses of a slice's i-th endpoint.
@@ -82,11 +85,9 @@ func (b *builder) readSlices(svc *corev1.Service, eps []*discoveryv1.EndpointSli
 // meaning is defined for further ones, which only slices written by hand have;
 // another proxy may well send flows there, and a flow that is right must not be
 // deleted, so that each of them is valid.
-func (b *builder) readEndpoint(s *discoveryv1.EndpointSlice, i int, family conntrack.Family) {
-	e := &s.Endpoints[i]
-	report := func(path string, err error) {
-		b.report("EndpointSlice", s.Namespace, s.Name, index("endpoints", i)+path, err)
-	}
+func (s *Slice) readEndpoint(o *discoveryv1.EndpointSlice, i int, node string) {
+	e := &o.Endpoints[i]
+	report := func(path string, err error) { s.report(index("endpoints", i)+path, err) }
 	if len(e.Addresses) == 0 {
 		report(".addresses", errors.New("is empty"))
 		return
@@ -102,13 +103,13 @@ func (b *builder) readEndpoint(s *discoveryv1.EndpointSlice, i int, family connt
 	if serves && e.Conditions.Terminating != nil && *e.Conditions.Terminating {
 		is |= draining
 	}
-	if b.node != "" && e.NodeName != nil && *e.NodeName == b.node {
+	if node != "" && e.NodeName != nil && *e.NodeName == node {
 		is |= local
 	}
 	for j, text := range e.Addresses {
 		a, err := parseAddr(text)
-		if err == nil && conntrack.FamilyOf(a) != family {
-			err = fmt.Errorf("%q is not of the slice's address type %s", text, s.AddressType)
+		if err == nil && conntrack.FamilyOf(a) != s.family {
+			err = fmt.Errorf("%q is not of the slice's address type %s", text, o.AddressType)
 		}
 		if err != nil {
 			report(".addresses["+strconv.Itoa(j)+"]", err)
@@ -117,36 +118,34 @@ func (b *builder) readEndpoint(s *discoveryv1.EndpointSlice, i int, family connt
 		if j > 0 {
 			is &= serving
 		}
-		b.endpoints = append(b.endpoints, endpoint{a, is})
+		s.endpoints = append(s.endpoints, endpoint{a, is})
 	}
 }
 
-// readPort fills in what a slice's i-th port says and tells whether it counts.
-// A port without number means, by the API, whatever its reader likes:
-// kube-proxy leaves it out.
-func (b *builder) readPort(s *discoveryv1.EndpointSlice, i int, o *offer) bool {
-	p := &s.Ports[i]
+// readPort appends a slice's i-th port, if it counts. One without number means, by
+// the API, whatever its reader likes: kube-proxy leaves it out.
+func (s *Slice) readPort(o *discoveryv1.EndpointSlice, i int) {
+	p := &o.Ports[i]
 	if p.Port == nil {
-		return false
+		return
 	}
-	report := func(field string, err error) bool {
-		b.report("EndpointSlice", s.Namespace, s.Name, index("ports", i)+"."+field, err)
-		return false
-	}
+	report := func(field string, err error) { s.report(index("ports", i)+"."+field, err) }
+	x := slicePort{proto: conntrack.TCP}
 	var err error
-	if o.port, err = port(*p.Port); err != nil {
-		return report("port", err)
+	if x.port, err = port(*p.Port); err != nil {
+		report("port", err)
+		return
 	}
-	o.proto = conntrack.TCP
 	if p.Protocol != nil {
-		if o.proto, err = protocol(*p.Protocol); err != nil {
-			return report("protocol", err)
+		if x.proto, err = protocol(*p.Protocol); err != nil {
+			report("protocol", err)
+			return
 		}
 	}
 	if p.Name != nil {
-		o.name = *p.Name
+		x.name = *p.Name
 	}
-	return true
+	s.ports = append(s.ports, x)
 }
 
 // backends are those of one Service port in one family.
@@ -174,16 +173,20 @@ type target struct {
 // slices name is one backend, for which holds what holds for any of them: it
 // may be moving between slices, or its address may be in use again while the
 // last Pod that had it is still terminating.
-func (b *builder) backends(name string, proto uint8, family conntrack.Family) backends {
+func (b *builder) backends(eps []*Slice, name string, proto uint8, family conntrack.Family) backends {
 	b.targets = b.targets[:0]
-	for i := range b.offers {
-		o := &b.offers[i]
-		if o.proto != proto || o.family != family || o.name != name {
+	for _, s := range eps {
+		if s.family != family {
 			continue
 		}
-		b.targets = slices.Grow(b.targets, o.last-o.first)
-		for _, e := range b.endpoints[o.first:o.last] {
-			b.targets = append(b.targets, target{netip.AddrPortFrom(e.addr, o.port), e.is})
+		for _, p := range s.ports {
+			if p.proto != proto || p.name != name {
+				continue
+			}
+			b.targets = slices.Grow(b.targets, len(s.endpoints))
+			for _, e := range s.endpoints {
+				b.targets = append(b.targets, target{netip.AddrPortFrom(e.addr, p.port), e.is})
+			}
 		}
 	}
 	slices.SortFunc(b.targets, func(x, y target) int { return x.Compare(y.AddrPort) })

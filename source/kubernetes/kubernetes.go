@@ -55,9 +55,10 @@ func (e *Error) Unwrap() error { return e.Err }
 // Frontends refer to none of the objects.
 func Frontends(objs Objects, node string) (units map[string][]frontend.Frontend, problems []error) {
 	type key = types.NamespacedName
-	eps := make(map[key][]*discoveryv1.EndpointSlice, len(objs.Services))
-	for _, s := range objs.EndpointSlices {
-		k := key{Namespace: s.Namespace, Name: s.Labels[discoveryv1.LabelServiceName]}
+	eps := make(map[key][]*Slice, len(objs.Services))
+	for _, o := range objs.EndpointSlices {
+		s := ReadSlice(o, node)
+		k := key{Namespace: s.Namespace, Name: s.Service}
 		eps[k] = append(eps[k], s)
 	}
 	units = make(map[string][]frontend.Frontend, len(objs.Services))
@@ -81,18 +82,20 @@ type builder struct {
 	node     string
 	problems []error
 
-	dests     []destination
-	endpoints []endpoint // of all slices of the Service at hand
-	offers    []offer    // of all slices of the Service at hand
-	targets   []target   // of the Service port at hand
-	valid     []netip.AddrPort
+	dests   []destination
+	targets []target // of the Service port at hand
+	valid   []netip.AddrPort
 }
 
 func (b *builder) report(kind, namespace, name, path string, err error) {
+	b.problems = append(b.problems, problem(kind, namespace, name, path, err))
+}
+
+func problem(kind, namespace, name, path string, err error) error {
 	if namespace != "" {
 		name = namespace + "/" + name
 	}
-	b.problems = append(b.problems, &Error{Object: kind + " " + name, Path: path, Err: err})
+	return &Error{Object: kind + " " + name, Path: path, Err: err}
 }
 
 func index(list string, i int) string { return list + "[" + strconv.Itoa(i) + "]" }

@@ -116,6 +116,14 @@ func endpoint(addr, words string) discoveryv1.Endpoint {
 	return e
 }
 
+// read reads slices from a node's point of view.
+func read(node string, slices ...*discoveryv1.EndpointSlice) (list []*kubernetes.Slice) {
+	for _, s := range slices {
+		list = append(list, kubernetes.ReadSlice(s, node))
+	}
+	return list
+}
+
 func v4(endpoints ...discoveryv1.Endpoint) *discoveryv1.EndpointSlice {
 	return slice(discoveryv1.AddressTypeIPv4, endpoints...)
 }
@@ -394,7 +402,7 @@ func TestServiceFrontends(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			got := showAll(kubernetes.ServiceFrontends(tt.svc, tt.slices, tt.node))
+			got := showAll(kubernetes.ServiceFrontends(tt.svc, read(tt.node, tt.slices...)))
 			if d := cmp.Diff(tt.want, got); d != "" {
 				t.Errorf("frontends and problems (-want +got):\n%s", d)
 			}
@@ -459,7 +467,7 @@ func TestSweepAnnotation(t *testing.T) {
 			if tt.problem != "" {
 				want = append(want, problem+tt.problem+"; the whole annotation is ignored")
 			}
-			if d := cmp.Diff(want, showAll(kubernetes.ServiceFrontends(svc, nil, "n1"))); d != "" {
+			if d := cmp.Diff(want, showAll(kubernetes.ServiceFrontends(svc, nil))); d != "" {
 				t.Errorf("frontends and problems (-want +got):\n%s", d)
 			}
 		})
@@ -535,7 +543,7 @@ func TestConditions(t *testing.T) {
 							svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicy(policy)
 						}
 					}, ingress(corev1.LoadBalancerIngress{IP: "203.0.113.80"}))
-					fs, errs := kubernetes.ServiceFrontends(svc, []*discoveryv1.EndpointSlice{s}, tt.node)
+					fs, errs := kubernetes.ServiceFrontends(svc, read(tt.node, s))
 					if len(fs) != 4 || errs != nil {
 						t.Fatalf("%d frontends, problems %v", len(fs), errs)
 					}
@@ -562,10 +570,10 @@ func TestShared(t *testing.T) {
 	svc := service(dualStack, func(svc *corev1.Service) {
 		svc.Spec.ExternalIPs = []string{"203.0.113.81", "2001:db8::81"}
 	})
-	fs, _ := kubernetes.ServiceFrontends(svc, []*discoveryv1.EndpointSlice{
+	fs, _ := kubernetes.ServiceFrontends(svc, read("",
 		v4(endpoint("198.51.100.11", "")),
 		slice(discoveryv1.AddressTypeIPv6, endpoint("2001:db8:2::12", "")),
-	}, "")
+	))
 	sets := map[*netip.AddrPort]bool{}
 	for _, f := range fs {
 		sets[&f.Valid.All()[0]] = true
@@ -773,10 +781,9 @@ func BenchmarkServiceFrontends(b *testing.B) {
 			for i := range n {
 				s.Endpoints = append(s.Endpoints, endpoint(fmt.Sprintf("10.128.%d.%d", i/250, i%250), "ready"))
 			}
-			slices := []*discoveryv1.EndpointSlice{s}
 			b.ReportAllocs()
 			for b.Loop() {
-				kubernetes.ServiceFrontends(svc, slices, "n1")
+				kubernetes.ServiceFrontends(svc, read("n1", s))
 			}
 		})
 	}

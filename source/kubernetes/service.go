@@ -6,7 +6,6 @@ import (
 	"slices"
 
 	corev1 "k8s.io/api/core/v1"
-	discoveryv1 "k8s.io/api/discovery/v1"
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
@@ -23,25 +22,31 @@ const AnnotationSweep = "flowsweep.dev/sweep"
 
 var families = [...]conntrack.Family{conntrack.IPv4, conntrack.IPv6}
 
-// ServiceFrontends returns the frontends of a Service as the proxy on the named
-// node sees them, with the backends that the Service's EndpointSlices give;
-// slices of other Services are passed over. Without a node name no endpoint is
-// local. Every error is an [*Error].
+// ServiceFrontends returns the frontends of a Service as the proxy on a node sees
+// them, with the backends that the Service's EndpointSlices give, as they were
+// read from that node's point of view; slices of other Services are passed over.
+// Every error is an [*Error].
 //
 // A Service that is headless, has no cluster address or is of type ExternalName
 // has no frontends. Those of a Service that another proxy serves
 // ([LabelServiceProxyName]) are marked Foreign.
-func ServiceFrontends(svc *corev1.Service, eps []*discoveryv1.EndpointSlice, node string) ([]frontend.Frontend, []error) {
-	b := builder{node: node}
+func ServiceFrontends(svc *corev1.Service, eps []*Slice) ([]frontend.Frontend, []error) {
+	var b builder
 	return b.service(svc, eps), b.problems
 }
 
-func (b *builder) service(svc *corev1.Service, eps []*discoveryv1.EndpointSlice) []frontend.Frontend {
+func (b *builder) service(svc *corev1.Service, eps []*Slice) []frontend.Frontend {
 	dests, ok := b.destinations(svc)
 	if !ok {
 		return nil
 	}
-	b.readSlices(svc, eps)
+	others := func(s *Slice) bool { return s.Namespace != svc.Namespace || s.Service != svc.Name }
+	if slices.ContainsFunc(eps, others) {
+		eps = slices.DeleteFunc(slices.Clone(eps), others)
+	}
+	for _, s := range eps {
+		b.problems = append(b.problems, s.problems...)
+	}
 	_, foreign := svc.Labels[LabelServiceProxyName]
 	own := b.ownPolicy(svc)
 	fs := make([]frontend.Frontend, 0, len(dests)*len(svc.Spec.Ports))
@@ -65,7 +70,7 @@ func (b *builder) service(svc *corev1.Service, eps []*discoveryv1.EndpointSlice)
 			}
 			k := slices.Index(families[:], d.family)
 			if !built[k] {
-				sets[k], built[k] = b.backends(p.Name, proto, d.family), true
+				sets[k], built[k] = b.backends(eps, p.Name, proto, d.family), true
 			}
 			fs = append(fs, frontend.Frontend{
 				Owner:   owner,

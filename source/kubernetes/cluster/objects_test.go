@@ -202,8 +202,12 @@ func (o *objects) frontends(node string) map[string][]frontend.Frontend {
 // problems is the oracle of what does not count, by unit.
 func (o *objects) problems(node string) map[string][]error {
 	units := map[string][]error{}
+	var eps []*kubernetes.Slice
+	for _, s := range values(o.slices) {
+		eps = append(eps, kubernetes.ReadSlice(s, node))
+	}
 	for n, svc := range o.services {
-		_, units["service "+n.String()] = kubernetes.ServiceFrontends(svc, values(o.slices), node)
+		_, units["service "+n.String()] = kubernetes.ServiceFrontends(svc, eps)
 	}
 	for n, pod := range o.pods {
 		_, units["pod "+n.String()] = kubernetes.PodFrontends(pod, node)

@@ -33,11 +33,11 @@ type state struct {
 
 	mu       sync.Mutex
 	services map[name]*corev1.Service
-	slices   map[name][]*discoveryv1.EndpointSlice // by Service
-	serves   map[name]name                         // the Service of each slice
-	pods     map[name]*corev1.Pod                  // with host ports
-	node     *corev1.Node                          // as it was last
-	ranges   map[string][]netip.Prefix             // by ServiceCIDR
+	slices   map[name][]*kubernetes.Slice // by Service
+	serves   map[name]name                // the Service of each slice
+	pods     map[name]*corev1.Pod         // with host ports
+	node     *corev1.Node                 // as it was last
+	ranges   map[string][]netip.Prefix    // by ServiceCIDR
 
 	listed   [kinds]bool
 	lagging  [kinds]bool // it may be older than the other kinds, until the next list
@@ -55,7 +55,7 @@ func newState(cfg Config, sink source.Sink) *state {
 	return &state{
 		cfg: cfg, sink: sink,
 		services: map[name]*corev1.Service{},
-		slices:   map[name][]*discoveryv1.EndpointSlice{},
+		slices:   map[name][]*kubernetes.Slice{},
 		serves:   map[name]name{},
 		pods:     map[name]*corev1.Pod{},
 		ranges:   map[string][]netip.Prefix{},
@@ -231,16 +231,17 @@ func (s *state) put(obj runtime.Object, touched func(kind string, n name)) {
 		s.services[nameOf(o)] = o
 		touched(serviceUnit, nameOf(o))
 	case *discoveryv1.EndpointSlice:
-		of := name{Namespace: o.Namespace, Name: o.Labels[discoveryv1.LabelServiceName]}
+		read := kubernetes.ReadSlice(o, s.cfg.Node)
+		of := name{Namespace: read.Namespace, Name: read.Service}
 		if was, ok := s.serves[nameOf(o)]; ok && was != of {
 			s.dropSlice(nameOf(o), touched)
 		}
 		s.serves[nameOf(o)] = of
 		list := s.slices[of]
-		if i := slices.IndexFunc(list, func(x *discoveryv1.EndpointSlice) bool { return x.Name == o.Name }); i >= 0 {
-			list[i] = o
+		if i := slices.IndexFunc(list, func(x *kubernetes.Slice) bool { return x.Name == o.Name }); i >= 0 {
+			list[i] = read
 		} else {
-			s.slices[of] = append(list, o)
+			s.slices[of] = append(list, read)
 		}
 		touched(serviceUnit, of)
 	case *corev1.Pod:
@@ -263,7 +264,7 @@ func (s *state) dropSlice(slice name, touched func(kind string, n name)) {
 		return
 	}
 	delete(s.serves, slice)
-	s.slices[of] = slices.DeleteFunc(s.slices[of], func(x *discoveryv1.EndpointSlice) bool { return x.Name == slice.Name })
+	s.slices[of] = slices.DeleteFunc(s.slices[of], func(x *kubernetes.Slice) bool { return x.Name == slice.Name })
 	if len(s.slices[of]) == 0 {
 		delete(s.slices, of)
 	}
@@ -358,7 +359,7 @@ func (s *state) frontends(kind string, n name) []frontend.Frontend {
 	var problems []error
 	if kind == serviceUnit {
 		if svc := s.services[n]; svc != nil {
-			fs, problems = kubernetes.ServiceFrontends(svc, s.slices[n], s.cfg.Node)
+			fs, problems = kubernetes.ServiceFrontends(svc, s.slices[n])
 		}
 	} else if pod := s.pods[n]; pod != nil {
 		fs, problems = kubernetes.PodFrontends(pod, s.cfg.Node)
