@@ -15,8 +15,6 @@ import (
 	"testing"
 	"time"
 
-	discoveryv1 "k8s.io/api/discovery/v1"
-
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
 	"github.com/flowsweep/flowsweep/source/kubernetes"
@@ -84,7 +82,7 @@ func scaleTable() (sample, error) {
 		b.ReportAllocs()
 		for i := 0; b.Loop(); i++ {
 			slice.Endpoints = all[:len(all)-i%2]
-			fs, _ := kubernetes.ServiceFrontends(obj, []*discoveryv1.EndpointSlice{slice}, "node-0")
+			fs, _ := kubernetes.ServiceFrontends(obj, []*kubernetes.Slice{kubernetes.ReadSlice(slice, "node-0")})
 			p.Narrow(t.Set(svc.name(), fs))
 		}
 	}))
@@ -191,7 +189,7 @@ func scaleAgent(ctx context.Context, o *options) (sample, error) {
 		return s, err
 	}
 	last := time.Now()
-	caughtUp, err := a.settled(ctx)
+	caughtUp, err := a.settled(ctx, last.Add(-updateTime))
 	if err != nil {
 		return s, err
 	}
@@ -206,7 +204,7 @@ func scaleAgent(ctx context.Context, o *options) (sample, error) {
 	}
 	last = time.Now()
 	api.expire()
-	if caughtUp, err = a.settled(ctx); err != nil {
+	if caughtUp, err = a.settled(ctx, last); err != nil {
 		return s, err
 	}
 	s.count("resync seconds", caughtUp.Sub(last).Seconds())
@@ -231,11 +229,14 @@ func update(ctx context.Context, api *apiServer) (sent int, err error) {
 	return sent, nil
 }
 
-// settled waits until the Kubernetes source has delivered nothing for two
-// seconds, and returns when it last did.
-func (a *agent) settled(ctx context.Context) (time.Time, error) {
+// settled waits until the Kubernetes source has delivered something after a
+// moment, and then nothing for two seconds, and returns when it last did.
+func (a *agent) settled(ctx context.Context, after time.Time) (time.Time, error) {
 	var at time.Time
-	for since := time.Now(); time.Since(since) < 2*time.Second; {
+	for since := time.Now(); time.Since(since) < 2*time.Second || !at.After(after); {
+		if err := ctx.Err(); err != nil {
+			return at, err
+		}
 		v, err := a.metric(ctx, `flowsweep_source_updated_timestamp_seconds{source="kubernetes"}`)
 		if err != nil {
 			return at, err

@@ -144,14 +144,14 @@ func (w world) service(s service) (*corev1.Service, *discoveryv1.EndpointSlice) 
 // unit is what flowsweep makes of one Service.
 func (w world) unit(s service) []frontend.Frontend {
 	svc, slice := w.service(s)
-	fs, _ := kubernetes.ServiceFrontends(svc, []*discoveryv1.EndpointSlice{slice}, "node-0")
+	fs, _ := kubernetes.ServiceFrontends(svc, []*kubernetes.Slice{kubernetes.ReadSlice(slice, "node-0")})
 	return fs
 }
 
 func (w world) units() map[string][]frontend.Frontend {
 	units := map[string][]frontend.Frontend{}
 	w.each(func(svc *corev1.Service, slice *discoveryv1.EndpointSlice) {
-		units[svc.Name], _ = kubernetes.ServiceFrontends(svc, []*discoveryv1.EndpointSlice{slice}, "node-0")
+		units[svc.Name], _ = kubernetes.ServiceFrontends(svc, []*kubernetes.Slice{kubernetes.ReadSlice(slice, "node-0")})
 	})
 	return units
 }
