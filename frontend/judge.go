@@ -23,14 +23,14 @@ func (t *Table) judge(f *conntrack.Flow, ex *explainer) Verdict {
 	policy := t.policy.Of(f.Proto)
 	switch {
 	case t.most[f.Proto] == Off:
-		return Verdict{Ignore, NotSwept, "", 0}
+		return Verdict{Reason: NotSwept}
 	case !slices.Contains(t.zones, f.Zone):
 		if policy == Off {
-			return Verdict{Ignore, NotSwept, "", 0}
+			return Verdict{Reason: NotSwept}
 		}
-		return Verdict{Ignore, OtherZone, "", 0}
+		return Verdict{Reason: OtherZone}
 	case f.Status&conntrack.StatusExpected != 0:
-		return Verdict{Ignore, ExpectedFlow, "", 0}
+		return Verdict{Reason: ExpectedFlow}
 	}
 	s := scene{
 		to:    netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort),
@@ -47,7 +47,7 @@ func (t *Table) judge(f *conntrack.Flow, ex *explainer) Verdict {
 	}
 	switch {
 	case policy == Off && s.sweep == Off:
-		return Verdict{Ignore, NotSwept, "", 0}
+		return Verdict{Reason: NotSwept}
 	case v.Action == Delete && (s.sweep == Off || s.sweep == Unreplied && f.Replied()):
 		v.Action, v.Reason = Keep, ByPolicy
 	}
@@ -190,13 +190,15 @@ func (s *scene) limit(sweep *Sweep) {
 }
 
 func (s *scene) verdict(translated bool) Verdict {
-	say := func(a Action, r Reason, f *Frontend) Verdict { return Verdict{a, r, f.Owner, f.Kind} }
+	say := func(a Action, r Reason, f *Frontend) Verdict {
+		return Verdict{Action: a, Reason: r, Owner: f.Owner, Kind: f.Kind}
+	}
 	switch {
 	case s.first == nil:
 		if s.gone && translated && !s.foreign {
-			return Verdict{Delete, FrontendGone, s.goneOwner, s.goneKind}
+			return Verdict{Action: Delete, Reason: FrontendGone, Owner: s.goneOwner, Kind: s.goneKind}
 		}
-		return Verdict{Ignore, NoFrontend, "", 0}
+		return Verdict{Reason: NoFrontend}
 	case s.serving != nil:
 		// Also where the flow is untranslated: a backend at the frontend's own
 		// address and port (a host-network pod behind its node's address) is

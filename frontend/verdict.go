@@ -29,25 +29,27 @@ type Reason uint8
 // The reasons, by the action that they go with.
 const (
 	// Ignore.
-	NotSwept        Reason = iota // "protocol": not TCP, UDP or SCTP, or switched off
-	OtherZone                     // "zone": not a zone that the host's services use
-	ExpectedFlow                  // "expected": a helper announced it, no rule translated it
-	NoFrontend                    // "no-frontend"
-	Serving                       // Keep: goes to a valid backend
-	AwaitingBackend               // "awaiting-backends": untranslated, and nothing to translate it to
-	UncertainAddr                 // "uncertain-address": the proxy may not serve node ports there
-	ByPolicy                      // "policy": stale, but its protocol is not to be cut
-	Unconfirmed                   // by the agent: stale if it stays so for a moment
-	BackendGone                   // Delete: translated to what is no valid backend
-	NoBackends                    // "no-backends": translated, and the frontend has no backend at all
-	Untranslated                  // "untranslated": passed before there was anything to translate it to
-	FrontendGone                  // "frontend-gone": translated for a frontend that is gone
-	Reasons                       // how many there are
+	NotSwept          Reason = iota // "protocol": not TCP, UDP or SCTP, or switched off
+	OtherZone                       // "zone": not a zone that the host's services use
+	ExpectedFlow                    // "expected": a helper announced it, no rule translated it
+	NoFrontend                      // "no-frontend"
+	Serving                         // Keep: goes to a valid backend
+	AwaitingBackend                 // "awaiting-backends": untranslated, and nothing to translate it to
+	UncertainAddr                   // "uncertain-address": the proxy may not serve node ports there
+	ByPolicy                        // "policy": stale, but its protocol is not to be cut
+	Unconfirmed                     // by the agent: stale if it stays so for a moment
+	Unpredictable                   // by rules: what they do with it cannot be told exactly
+	UnknownTranslator               // "unknown-translator": what translated it may be no rule
+	BackendGone                     // Delete: translated to what is no valid backend
+	NoBackends                      // "no-backends": translated, and the frontend has no backend at all
+	Untranslated                    // "untranslated": passed before there was anything to translate it to
+	FrontendGone                    // "frontend-gone": translated for a frontend that is gone
+	Reasons                         // how many there are
 )
 
 var reasonNames = [...]string{
 	"protocol", "zone", "expected", "no-frontend",
-	"serving", "awaiting-backends", "uncertain-address", "policy", "unconfirmed",
+	"serving", "awaiting-backends", "uncertain-address", "policy", "unconfirmed", "unpredictable", "unknown-translator",
 	"backend-gone", "no-backends", "untranslated", "frontend-gone",
 }
 
@@ -59,7 +61,7 @@ func (r Reason) Action() Action {
 	switch {
 	case r <= NoFrontend:
 		return Ignore
-	case r <= Unconfirmed:
+	case r <= UnknownTranslator:
 		return Keep
 	}
 	return Delete
@@ -75,6 +77,9 @@ type Verdict struct {
 	// is the one that decided.
 	Owner string
 	Kind  Kind
+	// Why says in words what keeps the flow from being judged, for Unpredictable
+	// and UnknownTranslator.
+	Why string
 }
 
 // String returns action and reason, "delete backend-gone".

@@ -138,7 +138,7 @@ func (e *eval) start(p Packet) {
 		e.nh.n = 20
 		e.nh.val[0], e.nh.known[0] = 0x40, 0xf0
 		set(&e.nh, 9, p.Proto)
-		set(&e.nh, v4Src, p.Src.AsSlice()...)
+		set(&e.nh, v4Src, p.Src.AsSlice()...) // nothing, if it is not known
 		set(&e.nh, v4Dst, p.Dst.AsSlice()...)
 	} else {
 		// The next header may be an extension's.
@@ -148,7 +148,10 @@ func (e *eval) start(p Packet) {
 		set(&e.nh, v6Dst, p.Dst.AsSlice()...)
 	}
 	e.th.n = 8
-	set(&e.th, 0, byte(p.SrcPort>>8), byte(p.SrcPort), byte(p.DstPort>>8), byte(p.DstPort))
+	set(&e.th, 2, byte(p.DstPort>>8), byte(p.DstPort))
+	if p.Src.IsValid() {
+		set(&e.th, 0, byte(p.SrcPort>>8), byte(p.SrcPort))
+	}
 }
 
 // Offsets of addresses in struct iphdr and ipv6hdr.
@@ -159,7 +162,8 @@ const (
 
 // run evaluates the packet at the hooks that an origin leads to.
 func (e *eval) run(p Packet, origin Origin) (untranslated bool) {
-	if !conntrack.HasPorts(p.Proto) || p.Proto == conntrack.GRE || p.Src.Is4() != p.Dst.Is4() || !p.Dst.IsValid() {
+	if !conntrack.HasPorts(p.Proto) || p.Proto == conntrack.GRE || !p.Dst.IsValid() ||
+		p.Src.IsValid() && p.Src.Is4() != p.Dst.Is4() {
 		e.start(p)
 		e.why = whyProto
 		return false
@@ -186,7 +190,7 @@ func (e *eval) at(hook uint32) (untranslated bool) {
 	dep, d := depIn, &e.in
 	if hook == uapi.NfInetLocalOut {
 		dep, d, list = depOut, &e.out, e.host.Outputs(e.p.Dst)
-	} else {
+	} else if e.p.Src.IsValid() {
 		list = e.host.Inputs(e.p.Src)
 	}
 	if list == nil || len(list.List) == 0 {
@@ -511,7 +515,7 @@ func (e *eval) ct(o *ctOp, r *regs) trilean {
 			return no
 		}
 		b := a.AsSlice()
-		if reply || !span(o.dreg, len(b)) {
+		if reply || b == nil || !span(o.dreg, len(b)) {
 			break
 		}
 		r.put(o.dreg, b)
@@ -521,6 +525,7 @@ func (e *eval) ct(o *ctOp, r *regs) trilean {
 		if o.key == uapi.NftCtProtoSrc {
 			e.read |= depSport
 			port = e.p.SrcPort
+			reply = reply || !e.p.Src.IsValid()
 		}
 		if reply {
 			break
@@ -543,6 +548,9 @@ func (e *eval) fib(o *fibOp) Types {
 }
 
 func (e *eval) types(a netip.Addr, device bool) Types {
+	if !a.IsValid() {
+		return AllTypes
+	}
 	types := e.host.Types(a)
 	if types == 0 {
 		types = AllTypes
@@ -879,9 +887,13 @@ func (r ruleAt) rule() Rule {
 // match functions of x_tables.
 
 func (p *xtPorts) match(e *eval) trilean {
+	t := yes
 	if p.src != [2]uint16{0, 0xffff} || p.invSrc {
 		e.read |= depSport
-		if in(e.p.SrcPort, p.src) == p.invSrc {
+		switch {
+		case !e.p.Src.IsValid():
+			t = unsure
+		case in(e.p.SrcPort, p.src) == p.invSrc:
 			return no
 		}
 	}
@@ -891,16 +903,20 @@ func (p *xtPorts) match(e *eval) trilean {
 	if p.more {
 		return unsure
 	}
-	return yes
+	return t
 }
 
 func (m *xtMultiport) match(e *eval) trilean {
 	if m.flags != 1 {
 		e.read |= depSport
 	}
+	known := e.p.Src.IsValid()
 	found := slices.ContainsFunc(m.ranges, func(r [2]uint16) bool {
-		return m.flags != 0 && in(e.p.DstPort, r) || m.flags != 1 && in(e.p.SrcPort, r)
+		return m.flags != 0 && in(e.p.DstPort, r) || m.flags != 1 && known && in(e.p.SrcPort, r)
 	})
+	if !found && !known && m.flags != 1 {
+		return unsure
+	}
 	return between(found != m.invert, found == m.invert)
 }
 
@@ -934,6 +950,7 @@ func (a *xtAddrtype) one(e *eval, addr netip.Addr, mask uint16, invert bool) tri
 }
 
 func (r *xtIprange) match(e *eval) trilean {
+	t := yes
 	for i, a := range [2]netip.Addr{e.p.Src, e.p.Dst} {
 		if !r.used[i] {
 			continue
@@ -941,12 +958,16 @@ func (r *xtIprange) match(e *eval) trilean {
 		if i == 0 {
 			e.read |= depSrc
 		}
+		if !a.IsValid() {
+			t = unsure
+			continue
+		}
 		inside := r.ranges[i][0].Compare(a) <= 0 && a.Compare(r.ranges[i][1]) <= 0
 		if inside == r.inv[i] {
 			return no
 		}
 	}
-	return yes
+	return t
 }
 
 // match is conntrack_mt for the first packet of a flow, which is in state NEW and
@@ -961,16 +982,18 @@ func (c *xtConntrack) match(e *eval) trilean {
 	if c.wants(ctOrigSrcPort) {
 		e.read |= depSport
 	}
+	known := e.p.Src.IsValid()
 	switch {
 	case fails(ctState, c.state&uapi.CtStateBitNew != 0),
 		fails(ctDirection, true),
-		fails(ctOrigSrc, c.wants(ctOrigSrc) && inPrefix(e.p.Src, c.src)),
+		known && fails(ctOrigSrc, c.wants(ctOrigSrc) && inPrefix(e.p.Src, c.src)),
 		fails(ctOrigDst, c.wants(ctOrigDst) && inPrefix(e.p.Dst, c.dst)),
 		fails(ctProto, uint16(e.p.Proto) == c.proto),
-		fails(ctOrigSrcPort, in(e.p.SrcPort, c.sports)),
+		known && fails(ctOrigSrcPort, in(e.p.SrcPort, c.sports)),
 		fails(ctOrigDstPort, in(e.p.DstPort, c.dports)):
 		return no
-	case c.wants(ctReplSrc | ctReplDst | ctReplSrcPort | ctReplDstPort | ctExpires):
+	case !known && c.wants(ctOrigSrc|ctOrigSrcPort),
+		c.wants(ctReplSrc | ctReplDst | ctReplSrcPort | ctReplDstPort | ctExpires):
 		return unsure
 	case !c.wants(ctStatus):
 		return yes

@@ -1,6 +1,7 @@
 package ruleset
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -105,6 +106,7 @@ type Judge struct {
 	checked  time.Time
 	others   Translators
 	othersAt time.Time
+	doubts   string // of flows that no rule translates, if others may
 	memo     memo
 	seen     map[memoKey]struct{}
 }
@@ -187,7 +189,7 @@ func (j *Judge) Reload(ctx context.Context) (Change, error) {
 	gen, err := j.conn.Generation()
 	j.mu.Lock()
 	old, stale := j.rules, j.stale
-	j.others, j.othersAt = others, time.Now()
+	j.setOthers(others)
 	j.mu.Unlock()
 	if err == nil && old != nil && !stale && old.gen == gen {
 		return Change{}, nil
@@ -280,6 +282,20 @@ func (j *Judge) Rules() *Ruleset {
 	return j.rules
 }
 
+// Err tells why every flow is Unpredictable now, if so: [ErrStale] where
+// [Judge.Reload] helps, or what it failed with.
+func (j *Judge) Err() error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	switch {
+	case j.stale:
+		return j.err
+	case j.others.unread():
+		return errors.New(j.others.String())
+	}
+	return nil
+}
+
 // Translators returns what else may translate, as it was when it was last looked
 // for.
 func (j *Judge) Translators() Translators {
@@ -358,7 +374,14 @@ func (j *Judge) fresh() bool {
 
 func (j *Judge) refreshOthers() {
 	if time.Since(j.othersAt) >= othersFor {
-		j.others, j.othersAt = j.cfg.Translators(), time.Now()
+		j.setOthers(j.cfg.Translators())
+	}
+}
+
+func (j *Judge) setOthers(t Translators) {
+	j.others, j.othersAt, j.doubts = t, time.Now(), ""
+	if len(t.Modules) > 0 {
+		j.doubts = "it may have been translated by tc or a switch: " + strings.Join(t.Modules, " and ") + " loaded"
 	}
 }
 
@@ -401,13 +424,10 @@ func (j *Judge) doubt(f *conntrack.Flow) string {
 	if _, ok := j.seen[seenKey(f.Proto, dst)]; ok {
 		return ""
 	}
-	switch {
-	case f.Status&conntrack.StatusDstNAT == 0:
+	if f.Status&conntrack.StatusDstNAT == 0 {
 		return "no rule is known to have translated it: its DST_NAT bit is not set"
-	case len(j.others.Modules) > 0:
-		return "it may have been translated by tc or a switch: " + strings.Join(j.others.Modules, " and ") + " loaded"
 	}
-	return ""
+	return j.doubts
 }
 
 // outcome remembers outcomes.
@@ -479,6 +499,18 @@ func (j *Judge) sourceKey(k memoKey, d deps, f *conntrack.Flow) sourceKey {
 	return s
 }
 
+// To tells what the rules may do with packets to a destination, wherever they come
+// from, and which rules have a part in it, as [Ruleset.Explain] does.
+func (j *Judge) To(d Destination) (*Outcome, []Step) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if why := j.blind(); why != "" || !j.fresh() {
+		return &Outcome{Any: true, Why: cmp.Or(why, j.blind())}, nil
+	}
+	j.host.Epoch()
+	return j.rules.Explain(Packet{Proto: d.Proto, Dst: d.Addr.Addr(), DstPort: d.Addr.Port()}, j.host)
+}
+
 // Explain judges a flow and tells the steps in words, one a line.
 func (j *Judge) Explain(f *conntrack.Flow) (Judgement, []string) {
 	j.mu.Lock()
@@ -511,11 +543,7 @@ func (j *Judge) Explain(f *conntrack.Flow) (Judgement, []string) {
 	}
 	o, rules := j.rules.Explain(PacketOf(f), j.host)
 	for _, r := range rules {
-		text := r.Text
-		if text != "" {
-			text = ": " + text
-		}
-		say("%s%s (%s)", r.Rule, text, r.Effect)
+		steps = append(steps, r.String())
 	}
 	if len(rules) == 0 && !o.Any {
 		say("no rule leads it anywhere")

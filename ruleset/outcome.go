@@ -11,7 +11,8 @@ import (
 
 // Packet is the first packet of a flow: what rules may read of it.
 type Packet struct {
-	Proto            uint8 // TCP, UDP, UDP-Lite, DCCP or SCTP: one that has ports
+	Proto uint8 // TCP, UDP, UDP-Lite, DCCP or SCTP: one that has ports
+	// With the zero Src the packet may come from anywhere, and from any port.
 	Src, Dst         netip.Addr
 	SrcPort, DstPort uint16
 }

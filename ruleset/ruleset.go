@@ -213,8 +213,16 @@ func (r *Ruleset) Generation() uint32 { return r.gen }
 func (r *Ruleset) Outcome(p Packet, h Host) *Outcome {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	o, _ := r.outcome(p, h, h.Sent(p.Src))
+	o, _ := r.outcome(p, h, sent(h, p.Src))
 	return o
+}
+
+// sent is what a host says of a packet's source, which may be any.
+func sent(h Host, src netip.Addr) Origin {
+	if !src.IsValid() {
+		return Unsure
+	}
+	return h.Sent(src)
 }
 
 // outcome also tells what the outcome depends on. It is to be called with the
@@ -239,6 +247,15 @@ type Step struct {
 	Effect string // "translates it to 198.51.100.11:53", "leads to DOCKER"
 }
 
+// String writes the rule, its text, and in parentheses its effect.
+func (s Step) String() string {
+	text := s.Text
+	if text != "" {
+		text = ": " + text
+	}
+	return fmt.Sprintf("%s%s (%s)", s.Rule, text, s.Effect)
+}
+
 // Explain tells what the rules may do with a packet, and which of them have a
 // part in it: those that lead it to another chain or decide, in the order in
 // which they are met. More than 64 are left out.
@@ -247,7 +264,7 @@ func (r *Ruleset) Explain(p Packet, h Host) (*Outcome, []Step) {
 	defer r.mu.Unlock()
 	r.eval.retain = true
 	defer func() { r.eval.retain = false }()
-	o, _ := r.outcome(p, h, h.Sent(p.Src))
+	o, _ := r.outcome(p, h, sent(h, p.Src))
 	var steps []Step
 	for _, t := range r.eval.trace {
 		steps = append(steps, Step{t.rule(), describe(t.chain.table, t.exprs), t.effect})
@@ -258,6 +275,7 @@ func (r *Ruleset) Explain(p Packet, h Host) (*Outcome, []Step) {
 // Size counts what was read.
 type Size struct {
 	Tables, Chains, Rules, Sets int
+	Bases                       int // chains at the hooks, which packets begin at
 	Bytes                       int // of the rules, as the kernel sent them
 }
 
@@ -269,6 +287,9 @@ func (r *Ruleset) Size() Size {
 		s.Chains += len(t.chains)
 		s.Sets += len(t.sets)
 		for _, c := range t.chains {
+			if c.base {
+				s.Bases++
+			}
 			for range c.pairs {
 				s.Rules++
 			}

@@ -119,7 +119,7 @@ func NewMetrics() *Metrics {
 			if r.Action() != frontend.Delete {
 				continue
 			}
-			for k := frontend.Static; k <= frontend.HostPort; k++ {
+			for k := range frontend.Kinds {
 				m.deletedOf(sweep.Class{Family: fam, Reason: r, Kind: k})
 			}
 		}

@@ -68,9 +68,9 @@ func TestDoctorWithoutPrivilege(t *testing.T) {
 	}()
 	<-done
 	for _, want := range []string{
-		"mend  capability   CAP_NET_ADMIN is missing, and the bounding set",
-		"info  ctnetlink    not checked: it takes CAP_NET_ADMIN\n",
-		"ok    ipvs         not in use\n",
+		"mend  capability       CAP_NET_ADMIN is missing, and the bounding set",
+		"info  ctnetlink        not checked: it takes CAP_NET_ADMIN\n",
+		"ok    ipvs             not in use\n",
 		"\n1 to mend, ",
 	} {
 		if !strings.Contains(out.String(), want) {

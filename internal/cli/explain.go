@@ -12,6 +12,8 @@ import (
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/ruleset"
+	"github.com/flowsweep/flowsweep/sweep"
 )
 
 type explaining struct{ inputs }
@@ -19,14 +21,19 @@ type explaining struct{ inputs }
 func newExplain() *cobra.Command {
 	e := &explaining{}
 	c := &cobra.Command{
-		Use:   "explain FLOW|SERVICE",
+		Use:   "explain FLOW|SERVICE|DESTINATION",
 		Short: "Tell why a flow is kept or deleted, step by step",
-		Long: `explain judges one flow and tells every step, or shows what is known of a service.
+		Long: `explain judges one flow and tells every step, or shows what is known of a service,
+or, where the NAT rules of this host decide since no desired state is given, what
+they may do with packets to a destination.
 
 FLOW is a line as conntrack -L prints it, or SRC:PORT>DST:PORT/PROTOCOL, which is
 looked up in the live table or in --flows. SERVICE is NAMESPACE/NAME, the name of
-an item of a FrontendList, or a frontend such as 203.0.113.10:53/UDP.`,
-		Example: `  flowsweep explain --state svc.yaml '192.0.2.50:40000>203.0.113.10:53/udp'
+an item of a FrontendList, or a frontend such as 203.0.113.10:53/UDP. DESTINATION
+is written like a frontend.`,
+		Example: `  flowsweep explain '192.0.2.50:40000>203.0.113.10:53/udp'
+  flowsweep explain 203.0.113.10:53/udp
+  flowsweep explain --state svc.yaml '192.0.2.50:40000>203.0.113.10:53/udp'
   flowsweep explain --state svc.yaml --node n1 default/dns`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error { return e.run(cmd, strings.Join(args, " ")) },
@@ -47,14 +54,21 @@ func (e *explaining) run(cmd *cobra.Command, what string) error {
 			return usagef("%q is no flow as conntrack -L prints it: %w", what, err)
 		}
 	}
+	var to ruleset.Destination
+	if e.byRules() && !line && !isShort {
+		if to, err = parseDestination(what); err != nil {
+			return err
+		}
+	}
 	w, err := e.load(cmd)
 	if err != nil {
 		return err
 	}
+	defer w.close()
 	out := cmd.OutOrStdout()
 	switch {
 	case line:
-		return explainFlow(out, w.table, &flow)
+		return explainFlow(out, w.judge(), &flow)
 	case isShort:
 		found := 0
 		err := e.search(cmd, w.families, short.filter, func(f *conntrack.Flow) error {
@@ -64,12 +78,14 @@ func (e *explaining) run(cmd *cobra.Command, what string) error {
 			if found++; found > 1 {
 				fmt.Fprintln(out)
 			}
-			return explainFlow(out, w.table, f)
+			return explainFlow(out, w.judge(), f)
 		})
 		if err == nil && found == 0 {
 			err = &exitError{exitFailed, fmt.Errorf("no flow %s in %s", what, e.where())}
 		}
 		return err
+	case w.rules != nil:
+		return e.destination(cmd, w, to)
 	}
 	return e.service(cmd, w, what)
 }
@@ -81,8 +97,15 @@ func (e *explaining) where() string {
 	return "the conntrack table"
 }
 
-func explainFlow(out io.Writer, t *frontend.Table, f *conntrack.Flow) error {
-	v, steps := t.Explain(f)
+// judge is a sweep.Judge that explains itself.
+type judge interface {
+	sweep.Judge
+	sweep.Scoper
+	Explain(f *conntrack.Flow) (frontend.Verdict, []string)
+}
+
+func explainFlow(out io.Writer, j judge, f *conntrack.Flow) error {
+	v, steps := j.Explain(f)
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s\n", f)
 	for i, s := range steps {
@@ -119,20 +142,35 @@ func parseShort(what string) (s shortFlow, ok bool, err error) {
 	if s.dst, err = netip.ParseAddrPort(dst); err != nil {
 		return s, true, usagef("%q: %w; %s", what, err, want)
 	}
-	s.filter = conntrack.Filter{
-		Family: conntrack.FamilyOf(s.dst.Addr()), OrigDst: s.dst.Addr(), OrigDstPort: s.dst.Port(),
-	}
-	switch strings.ToLower(proto) {
-	case "udp":
-		s.filter.Proto = conntrack.UDP
-	case "tcp":
-		s.filter.Proto = conntrack.TCP
-	case "sctp":
-		s.filter.Proto = conntrack.SCTP
-	default:
+	number := protoNumber(proto)
+	if number == 0 {
 		return s, true, usagef("%q: the protocol is not udp, tcp or sctp; %s", what, want)
 	}
+	s.filter = to(number, s.dst)
 	return s, true, nil
+}
+
+// to matches the flows to a destination.
+func to(proto uint8, dst netip.AddrPort) conntrack.Filter {
+	return conntrack.Filter{
+		Family: conntrack.FamilyOf(dst.Addr()), Proto: proto, OrigDst: dst.Addr(), OrigDstPort: dst.Port(),
+	}
+}
+
+// protoNumber returns the number of a protocol, 0 for what is none that is swept.
+func protoNumber(word string) uint8 {
+	return map[string]uint8{"udp": conntrack.UDP, "tcp": conntrack.TCP, "sctp": conntrack.SCTP}[strings.ToLower(word)]
+}
+
+// parseDestination reads ADDR:PORT/PROTOCOL.
+func parseDestination(what string) (d ruleset.Destination, err error) {
+	addr, proto, _ := strings.Cut(what, "/")
+	d.Proto = protoNumber(proto)
+	if d.Addr, err = netip.ParseAddrPort(addr); err != nil || d.Proto == 0 {
+		return d, usagef("%q is neither a flow nor a destination such as 203.0.113.10:53/udp; "+
+			"for a SERVICE give the desired state with --state FILE or --kubernetes", what)
+	}
+	return d, nil
 }
 
 // search calls f for the flows that satisfy a filter, of the saved table or of
@@ -166,6 +204,27 @@ func (e *explaining) search(cmd *cobra.Command, families []conntrack.Family, fil
 		}
 	}
 	return nil
+}
+
+// destination shows what rules may do with packets to a destination, and how the
+// flows to it are judged.
+func (e *explaining) destination(cmd *cobra.Command, w *world, d ruleset.Destination) error {
+	out := cmd.OutOrStdout()
+	o, steps := w.rules.Rules.To(d)
+	fmt.Fprintf(out, "%s/%s by %s\n", d.Addr, strings.ToUpper(conntrack.ProtoName(d.Proto)), w.rules)
+	for i, s := range steps {
+		fmt.Fprintln(out, printable(fmt.Sprintf("%3d. %s", i+1, s)))
+	}
+	fmt.Fprintf(out, "what they may do with a packet from anywhere: %s\n", o)
+	var verdicts [frontend.Reasons]int
+	err := e.search(cmd, w.families, to(d.Proto, d.Addr), func(f *conntrack.Flow) error {
+		verdicts[w.rules.Judge(f).Reason]++
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return e.counts(out, &verdicts)
 }
 
 // service shows the frontends of an owner and how the flows to them are judged.
@@ -219,6 +278,11 @@ func (e *explaining) service(cmd *cobra.Command, w *world, name string) error {
 		fmt.Fprintf(out, "flows to it are not shown: %v\n", err)
 		return nil
 	}
+	return e.counts(out, &verdicts)
+}
+
+// counts tells how many flows there are of each verdict.
+func (e *explaining) counts(out io.Writer, verdicts *[frontend.Reasons]int) error {
 	var counts []string
 	for r, n := range verdicts {
 		if n > 0 {
@@ -228,6 +292,6 @@ func (e *explaining) service(cmd *cobra.Command, w *world, name string) error {
 	if counts == nil {
 		counts = []string{"none"}
 	}
-	_, err = fmt.Fprintf(out, "flows to it in %s: %s\n", e.where(), strings.Join(counts, ", "))
+	_, err := fmt.Fprintf(out, "flows to it in %s: %s\n", e.where(), strings.Join(counts, ", "))
 	return err
 }

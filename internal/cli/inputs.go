@@ -57,7 +57,8 @@ func (in *inputs) register(c *cobra.Command) {
 
 // world is what the inputs say.
 type world struct {
-	table    *frontend.Table
+	table    *frontend.Table // nil where rules decide
+	rules    *rules          // nil otherwise
 	change   frontend.Change // from --before to --state
 	families []conntrack.Family
 	problems int
@@ -115,9 +116,9 @@ func (in *inputs) check(cmd *cobra.Command) error {
 		}
 	}
 	switch {
-	case len(in.state) == 0 && !in.cluster.given():
-		return usagef("nothing to judge by: give the desired state with --state FILE (\"-\" for standard input), " +
-			"or a cluster with --kubernetes")
+	case in.byRules() && in.flows != "":
+		return usagef("nothing to judge a saved table by, which does not hold the rules of its host: " +
+			"give the desired state with --state FILE (\"-\" for standard input), or a cluster with --kubernetes and --node")
 	case len(in.state) > 0 && in.cluster.given():
 		return usagef("--state and --kubernetes exclude each other: the state of a cluster is that of its API server")
 	case in.flows != "" && in.cluster.given() && in.node == "":
@@ -128,11 +129,42 @@ func (in *inputs) check(cmd *cobra.Command) error {
 		return usagef("--flows and --netns must not be empty: an unset variable would mean the live table of this host")
 	case in.flows != "" && in.netns != "":
 		return usagef("--flows and --netns exclude each other: a saved table is in no namespace")
+	case !in.byRules():
+		return nil
+	}
+	for _, name := range []string{"before", "strict", "force", "node", "node-address", "node-port-addresses"} {
+		if cmd.Flags().Changed(name) {
+			return usagef("--%s belongs to a desired state, without which the NAT rules of the kernel decide: "+
+				"give it with --state FILE or --kubernetes", name)
+		}
+	}
+	if !slices.Equal(in.zones, []uint{0}) {
+		return usagef("--zone: by the NAT rules of the kernel only zone 0 is judged; " +
+			"for others give a desired state with --state FILE")
 	}
 	return nil
 }
 
-// load reads the state, and reports on stderr what in it does not count.
+// byRules tells whether nothing else is given to judge by than the rules of the
+// kernel.
+func (in *inputs) byRules() bool { return len(in.state) == 0 && !in.cluster.given() }
+
+// judge returns what judges flows.
+func (w *world) judge() judge {
+	if w.rules != nil {
+		return w.rules
+	}
+	return w.table
+}
+
+func (w *world) close() {
+	if w.rules != nil {
+		_ = w.rules.Rules.Close() // nothing was written
+	}
+}
+
+// load reads the state, or the rules if none is given, and reports on stderr what
+// in it does not count.
 func (in *inputs) load(cmd *cobra.Command) (*world, error) {
 	if err := in.check(cmd); err != nil {
 		return nil, err
@@ -140,6 +172,13 @@ func (in *inputs) load(cmd *cobra.Command) (*world, error) {
 	o, host, families, err := in.options()
 	if err != nil {
 		return nil, err
+	}
+	if in.byRules() {
+		r, err := in.readRules(cmd.Context(), o.Policy, families)
+		if err != nil {
+			return nil, err
+		}
+		return &world{rules: r, families: families}, nil
 	}
 	w := &world{table: frontend.NewTable(o), families: families}
 	live := in.flows == ""

@@ -47,7 +47,12 @@ func newPlan() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "plan",
 		Short: "Judge every flow, delete nothing",
-		Example: `  kubectl get services,endpointslices,nodes -A -o yaml | flowsweep plan --state - --node n1
+		Long: `plan judges every flow and lists those that sweep would delete.
+
+Without a desired state the NAT rules of this host decide, whoever wrote them: a
+flow is stale that the present rules could not have translated so.`,
+		Example: `  flowsweep plan
+  kubectl get services,endpointslices,nodes -A -o yaml | flowsweep plan --state - --node n1
   flowsweep plan --state svc.yaml --flows dump.txt -o json`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return j.run(cmd) },
 	}
@@ -61,7 +66,12 @@ func newSweep() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "sweep",
 		Short: "Judge every flow and delete the stale ones, once",
-		Example: `  flowsweep sweep --state frontends.yaml --dry-run
+		Long: `sweep judges every flow and deletes those that are stale.
+
+Without a desired state the NAT rules of this host decide, whoever wrote them: a
+flow is stale that the present rules could not have translated so.`,
+		Example: `  flowsweep sweep
+  flowsweep sweep --state frontends.yaml --dry-run
   flowsweep sweep --before old.yaml --state new.yaml --node n1 --changed-only`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return j.run(cmd) },
 	}
@@ -80,13 +90,20 @@ func (j *judging) run(cmd *cobra.Command) error {
 	case j.flows != "" && !j.dryRun:
 		return usagef("sweep deletes from the live table; to judge a saved one use \"flowsweep plan --flows\" (or --dry-run)")
 	}
-	out, err := newWriter(j.output, cmd.OutOrStdout())
+	out, err := newWriter(j.output, cmd.OutOrStdout(), j.byRules())
 	if err != nil {
 		return err
 	}
 	w, err := j.load(cmd)
 	if err != nil {
 		return err
+	}
+	defer w.close()
+	if w.rules != nil {
+		if err := w.rules.Rules.Err(); err != nil {
+			return fmt.Errorf("the NAT rules do not tell which flows are stale: %w; "+
+				"or give the desired state with --state FILE", err)
+		}
 	}
 	if w.doubtful > 0 && !j.dryRun && !j.force {
 		return &exitError{exitFailed, fmt.Errorf("nothing is deleted: %s of the state could not be read and may hold backends, "+
@@ -146,7 +163,7 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 		return err
 	}
 	defer conn.Close()
-	p, err := sweep.NewPlanner(ctx, conn, w.table, w.families...)
+	p, err := sweep.NewPlanner(ctx, conn, w.judge(), w.families...)
 	if err != nil {
 		return err
 	}
@@ -174,7 +191,7 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 		signal.Notify(pipe, syscall.SIGPIPE)
 		defer signal.Stop(pipe)
 	}
-	var judge sweep.Judge = w.table
+	var judge sweep.Judge = w.judge()
 	if j.cluster.given() && !j.dryRun {
 		if judge, err = j.again(ctx, cmd, conn, plan, w.table); err != nil {
 			return err
@@ -183,13 +200,19 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 	var werr error
 	sw := sweep.Sweeper{Conn: conn, Judge: judge, DryRun: j.dryRun}
 	sw.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
-		if (j.all || v.Action == frontend.Delete) && werr == nil {
+		if (j.all || v.Action == frontend.Delete) && werr == nil && (w.rules == nil || w.rules.news(f, v)) {
 			if werr = out.flow(0, f, v); werr != nil && j.dryRun {
 				cancel() // nobody reads any more, and there is nothing else to do
 			}
 		}
 	}
-	r, err := sw.Run(ctx, plan)
+	var r sweep.Report
+	if w.rules != nil {
+		r, err = w.rules.passes(ctx, &sw, plan)
+		w.rules.tell(s, stderr)
+	} else {
+		r, err = sw.Run(ctx, plan)
+	}
 	s.add(&r)
 	if j.verbose {
 		for _, q := range r.Queries {

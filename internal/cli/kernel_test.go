@@ -148,28 +148,31 @@ func numbered(t testing.TB, n int, backend string) conntrack.Flow {
 // no privilege.
 func TestWithoutPrivilege(t *testing.T) {
 	nstest.Require(t)
-	state := writeFile(t, oneService)
-	var stderr bytes.Buffer
-	var code int
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		// The thread is given up: what it starts must not get the capability
-		// back, which as root it would from the bounding set.
-		runtime.LockOSThread()
-		if err := unix.Prctl(unix.PR_CAPBSET_DROP, unix.CAP_NET_ADMIN, 0, 0, 0); err != nil {
-			t.Error(err)
-			return
-		}
-		cmd := program(t, "plan", "--state", state)
-		cmd.Stderr = &stderr
-		_ = cmd.Run()
-		code = cmd.ProcessState.ExitCode()
-	}()
-	<-done
-	want := "CAP_NET_ADMIN is missing; run as root, or grant it"
-	if code != 1 || !strings.Contains(stderr.String(), want) || strings.Count(stderr.String(), "\n") != 1 {
-		t.Errorf("exit %d: %s", code, stderr.String())
+	for name, args := range map[string][]string{"by state": {"plan", "--state", writeFile(t, oneService)}, "by rules": {"plan"}} {
+		t.Run(name, func(t *testing.T) {
+			var stderr bytes.Buffer
+			var code int
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				// The thread is given up: what it starts must not get the capability
+				// back, which as root it would from the bounding set.
+				runtime.LockOSThread()
+				if err := unix.Prctl(unix.PR_CAPBSET_DROP, unix.CAP_NET_ADMIN, 0, 0, 0); err != nil {
+					t.Error(err)
+					return
+				}
+				cmd := program(t, args...)
+				cmd.Stderr = &stderr
+				_ = cmd.Run()
+				code = cmd.ProcessState.ExitCode()
+			}()
+			<-done
+			want := "CAP_NET_ADMIN is missing; run as root, or grant it"
+			if code != 1 || !strings.Contains(stderr.String(), want) || strings.Count(stderr.String(), "\n") != 1 {
+				t.Errorf("exit %d: %s", code, stderr.String())
+			}
+		})
 	}
 }
 

@@ -27,10 +27,12 @@ type writer interface {
 	end(s *summary) error
 }
 
-func newWriter(format string, w io.Writer) (writer, error) {
+// newWriter returns a writer of verdicts that come from a desired state or from
+// rules.
+func newWriter(format string, w io.Writer, byRules bool) (writer, error) {
 	switch format {
 	case "table", "wide":
-		return &tableWriter{w: w, wide: format == "wide", color: isTerminal(w)}, nil
+		return &tableWriter{w: w, wide: format == "wide", byRules: byRules, color: isTerminal(w)}, nil
 	case "json":
 		return &jsonWriter{w: w}, nil
 	case "jsonl":
@@ -59,6 +61,7 @@ type row struct {
 	Frontend string   `json:"frontend,omitempty"`
 	Kind     string   `json:"kind,omitempty"`
 	Owner    string   `json:"owner,omitempty"`
+	Why      string   `json:"why,omitempty"` // it is not judged
 }
 
 type flowJSON struct {
@@ -90,7 +93,7 @@ type tupleJSON struct {
 
 func newRow(line int, f *conntrack.Flow, v frontend.Verdict) row {
 	r := row{
-		Line: line, Verdict: v.Action.String(), Reason: v.Reason.String(), Owner: v.Owner,
+		Line: line, Verdict: v.Action.String(), Reason: v.Reason.String(), Owner: v.Owner, Why: v.Why,
 		Flow: flowJSON{
 			Family: f.Family.String(), Protocol: conntrack.ProtoName(f.Proto), Number: f.Proto,
 			Original: newTuple(f.Proto, f.Orig), Reply: newTuple(f.Proto, f.Reply),
@@ -160,6 +163,11 @@ type summary struct {
 	BadLines       int            `json:"badLines,omitempty"` // in the saved table
 	Malformed      int            `json:"malformed,omitempty"`
 	Queries        []queryJSON    `json:"queries,omitempty"`
+	By             string         `json:"by,omitempty"`         // "rules", where no desired state was given
+	Generation     uint32         `json:"generation,omitempty"` // of those
+	Rules          int            `json:"rules,omitempty"`
+
+	by string // in words
 }
 
 type queryJSON struct {
@@ -281,9 +289,10 @@ func (y *yamlWriter) end(s *summary) error {
 // tableWriter writes columns for people. It holds back a page to learn their
 // widths; later pages only widen them, so that a table of any length streams.
 type tableWriter struct {
-	w     io.Writer
-	wide  bool
-	color bool
+	w       io.Writer
+	wide    bool
+	byRules bool
+	color   bool
 
 	page   [][]string
 	widths []int
@@ -318,7 +327,12 @@ func (t *tableWriter) flow(line int, f *conntrack.Flow, v frontend.Verdict) erro
 			kind = v.Kind.String()
 		}
 		cells = append(cells, orDash(v.Owner), orDash(kind), orDash(f.StateName()),
-			fmt.Sprint(f.Zone), fmt.Sprint(f.Timeout), orDash(count(f.ID)), orDash(count(uint32(line))))
+			fmt.Sprint(f.Zone), fmt.Sprint(f.Timeout), orDash(count(f.ID)))
+		if t.byRules {
+			cells = append(cells, orDash(v.Why))
+		} else {
+			cells = append(cells, orDash(count(uint32(line))))
+		}
 	}
 	for i := range cells {
 		cells[i] = printable(cells[i])
@@ -343,7 +357,11 @@ func (t *tableWriter) flush() error {
 	}
 	head := tableHead
 	if t.wide {
-		head = append(head, "OWNER", "KIND", "STATE", "ZONE", "TIMEOUT", "ID", "LINE")
+		last := "LINE" // of a saved table, which nobody judges by rules
+		if t.byRules {
+			last = "WHY"
+		}
+		head = append(head, "OWNER", "KIND", "STATE", "ZONE", "TIMEOUT", "ID", last)
 	}
 	first := !t.began
 	if first {
@@ -447,6 +465,9 @@ func (t *tableWriter) end(s *summary) error {
 	}
 	if !s.DryRun {
 		fmt.Fprintf(&b, "\ndeleted %d, already gone %d, busy %d, failed %d", s.Deleted, s.Gone, s.Busy, s.Failed)
+	}
+	if s.by != "" {
+		b.WriteString("\njudged by " + s.by)
 	}
 	_, err := fmt.Fprintln(t.w, b.String())
 	return err

@@ -41,6 +41,13 @@ type Kernel interface {
 	Generation() (gen uint32, ok bool, err error)
 	// Exist tells which tables and chains there are.
 	Exist(objects ...nft.Object) ([]bool, error)
+	// Rules reads the NAT rules and judges the first flows of the table by them,
+	// limit at most. A kernel without nf_tables fails with ruleset.ErrNoNFT.
+	Rules(ctx context.Context, limit int) (*Ruleset, error)
+	// NAT tells which other network namespaces have NAT rules, by paths for --netns:
+	// of those of the processes given ("net:[INODE]" to PID), and of those with a
+	// name. all is false where some were not looked into.
+	NAT(ctx context.Context, pids map[string]int) (paths []string, all bool, err error)
 }
 
 // check is one thing to look at. It may find several; what lacks an ID or a
@@ -55,7 +62,7 @@ type check struct {
 var checks = []check{
 	namespace, capability, ctnetlink, filters,
 	fill, buckets, udpTimeout, tcpLoose, events, sample,
-	settling, ipvs, namespaces, proxies,
+	settling, rules, ipvs, namespaces, otherRules, proxies,
 }
 
 // Examine makes every check. One that cannot be made says so in its finding.

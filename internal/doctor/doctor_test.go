@@ -13,12 +13,14 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 	"unicode/utf8"
 
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/internal/nft"
+	"github.com/flowsweep/flowsweep/ruleset"
 )
 
 // files are what proc holds, by name. "-> x" is a link to x, and a name that
@@ -112,6 +114,11 @@ type fake struct {
 	genErr    error
 	objects   []string // as nft.Object prints them
 	existErr  error
+	rules     *Ruleset
+	rulesErr  error
+	nat       []string // paths of namespaces
+	natSome   bool     // these are not all
+	natErr    error
 }
 
 func (k *fake) Count(context.Context) (int, error) { return len(k.flows), k.countErr }
@@ -123,6 +130,21 @@ func (k *fake) Sample(_ context.Context, limit int, f func(*conntrack.Flow)) err
 		f(&k.flows[i])
 	}
 	return k.sampleErr
+}
+
+func (k *fake) Rules(context.Context, int) (*Ruleset, error) {
+	if k.rulesErr != nil {
+		return nil, k.rulesErr
+	}
+	r := healthyRules()
+	if k.rules != nil {
+		r = k.rules
+	}
+	return r, nil
+}
+
+func (k *fake) NAT(context.Context, map[string]int) ([]string, bool, error) {
+	return k.nat, !k.natSome, k.natErr
 }
 
 func (k *fake) Generation() (uint32, bool, error) { return k.gen, k.committed, k.genErr }
@@ -155,6 +177,12 @@ func healthyKernel() *fake {
 	}
 }
 
+func healthyRules() *Ruleset {
+	return &Ruleset{
+		Size: ruleset.Size{Tables: 1, Chains: 4, Rules: 12, Bases: 2}, Took: 1230 * time.Microsecond, Flows: 4100,
+	}
+}
+
 // errDenied is what the kernel says to those without CAP_NET_ADMIN.
 var errDenied = fmt.Errorf("conntrack dump: %w: CAP_NET_ADMIN is missing", fs.ErrPermission)
 
@@ -173,12 +201,21 @@ func examine(t *testing.T, f files, k Kernel, netns string) *Report {
 
 // Whole hosts: what people see, and what programs do.
 func TestReports(t *testing.T) {
+	odd := healthyRules()
+	odd.Doubted = 70
+	odd.Others.Modules = []string{"act_ct"}
+	for i := range 7 {
+		odd.NotUnderstood = append(odd.NotUnderstood, ruleset.Step{
+			Rule: ruleset.Rule{Family: ruleset.IPv4, Table: "nat", Chain: "PREROUTING", Handle: uint64(5 + i)}, Effect: "the expression osf",
+		})
+	}
 	sickKernel := &fake{
 		features: honouring(conntrack.NotHonoured),
 		flows: slices.Concat(flows(90000, 0, 0), flows(700, 65520, 0), flows(9300, 0, conntrack.StatusOffload),
 			flows(20, 1, 0)),
 		gen: 7, committed: true,
 		objects: []string{"chain ip nat KUBE-SERVICES", "chain ip nat DOCKER"},
+		rules:   odd, nat: []string{"/proc/815/ns/net", "/run/netns/router"},
 	}
 	sick := healthyFiles().with(files{
 		"thread-self/ns/net":                 "-> net:[4026532999]",
@@ -199,7 +236,7 @@ func TestReports(t *testing.T) {
 	process(sick, 815, "pause", "net:[4026533000]")
 	process(sick, 816, "pause", "net:[4026533001]")
 
-	bareKernel := &fake{countErr: errDenied, probeErr: errDenied, sampleErr: errDenied, genErr: errDenied, existErr: errDenied}
+	bareKernel := &fake{countErr: errDenied, probeErr: errDenied, sampleErr: errDenied, genErr: errDenied, existErr: errDenied, rulesErr: errDenied, natErr: errDenied}
 	bare := healthyFiles().with(files{"thread-self/status": noCaps})
 
 	for _, tt := range []struct {
@@ -252,6 +289,11 @@ func TestChecks(t *testing.T) {
 		k := healthyKernel()
 		change(k)
 		return k
+	}
+	with := func(change func(*Ruleset)) *fake {
+		r := healthyRules()
+		change(r)
+		return kernel(func(k *fake) { k.rules = r })
 	}
 	support := func(change func(*conntrack.Features)) *fake {
 		return kernel(func(k *fake) { change(&k.features) })
@@ -402,6 +444,41 @@ func TestChecks(t *testing.T) {
 		{"no nf_tables", nil, kernel(func(k *fake) { k.genErr = nft.ErrNoNFT }), "", "settling", Info, "no nf_tables", false},
 		{"nothing committed", nil, kernel(func(k *fake) { k.gen, k.committed = 1, false }), "", "settling", Info, "nothing was ever committed", false},
 		{"generation may not be asked", nil, kernel(func(k *fake) { k.genErr = errDenied }), "", "settling", Info, "it takes CAP_NET_ADMIN", true},
+
+		{"rules", nil, nil, "", "rules", OK, "12 rules in 1 table, from 2 NAT base chains on, read in 1.2 ms; each of 4100 flows can be judged", false},
+		{"rules, and no flow", nil, with(func(r *Ruleset) { r.Flows = 0 }), "", "rules", OK, "read in 1.2 ms", false},
+		{"doubts", nil, with(func(r *Ruleset) { r.Doubted = 3 }), "", "rules", Info, "3 of 4100 flows cannot be judged", false},
+		{
+			"rules beside iptables-legacy", nil, with(func(r *Ruleset) { r.Others.Legacy = true }),
+			"", "rules", Info, "nothing is judged by them: iptables-legacy has a nat table", false,
+		},
+		{"rules beside IPVS", nil, with(func(r *Ruleset) { r.Others.IPVS = true }), "", "rules", Info, "IPVS has services", false},
+		{
+			"others unknown", nil, with(func(r *Ruleset) { r.Others.Err = errDenied }),
+			"", "rules", Info, "nothing is judged by them: whether iptables-legacy or IPVS translates is not known", false,
+		},
+		{"no rules without nf_tables", nil, kernel(func(k *fake) { k.rulesErr = ruleset.ErrNoNFT }), "", "rules", Info, "no nf_tables", false},
+		{"rules may not be read", nil, kernel(func(k *fake) { k.rulesErr = errDenied }), "", "rules", Info, "it takes CAP_NET_ADMIN", true},
+		{
+			"not understood", nil, with(func(r *Ruleset) {
+				r.NotUnderstood = []ruleset.Step{{Rule: ruleset.Rule{Family: ruleset.INet, Table: "t", Chain: "c", Handle: 9}, Effect: "the expression osf"}}
+			}), "", "rules-understood", Warn, "1 of 12 rules are not understood: inet t c handle 9 (the expression osf)", false,
+		},
+		{
+			"tc", nil, with(func(r *Ruleset) { r.Others.Modules = []string{"act_ct"} }),
+			"", "other-translators", Info, "tc or a switch may translate: act_ct loaded", false,
+		},
+		{"no rules elsewhere", nil, nil, "", "rules-elsewhere", OK, "no NAT rules in other namespaces", false},
+		{
+			"rules elsewhere", nil, kernel(func(k *fake) { k.nat = []string{"/run/netns/b", "/run/netns/a"} }),
+			"", "rules-elsewhere", Info, "NAT rules in /run/netns/a, /run/netns/b", false,
+		},
+		{
+			"not all elsewhere", nil, kernel(func(k *fake) { k.natSome = true }),
+			"", "rules-elsewhere", Info, "which are not all", true,
+		},
+		{"elsewhere without nf_tables", nil, kernel(func(k *fake) { k.natErr = ruleset.ErrNoNFT }), "", "rules-elsewhere", OK, "no nf_tables", false},
+		{"elsewhere may not be looked", nil, kernel(func(k *fake) { k.natErr = errDenied }), "", "rules-elsewhere", Info, "not checked", true},
 
 		{"no IPVS", nil, nil, "", "ipvs", OK, "not in use", false},
 		{

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -40,8 +41,8 @@ func TestHost(t *testing.T) {
 		"zones":           "no flow in the table",
 		"offload":         "no flow in the table",
 		"settling":        "nothing was ever committed",
+		"rules":           "0 rules in 0 tables, from 0 NAT base chains on, read in ",
 		"ipvs":            "not in use",
-		"proxies":         "kube-proxy", // of the whole host: one may run
 		"namespaces":      " among ",
 	} {
 		if f := before[id]; !strings.Contains(f.What, want) || f.Level == Mend {
@@ -86,6 +87,7 @@ func TestHost(t *testing.T) {
 		"zones":       "of 10 flows: 5 in zone 0, 5 in zone 7",
 		"offload":     "none of 10 flows",
 		"settling":    "by the generation of the nftables ruleset, which is ",
+		"rules":       "4 rules in 1 table, from 2 NAT base chains on, read in ",
 		"events":      "listened to by ",
 		"tcp-loose":   "off",
 		"udp-timeout": "31 s, and 3600 s",
@@ -163,9 +165,9 @@ func TestHostRules(t *testing.T) {
 		commands []string
 		id, what string
 	}{
-		{"kube-proxy by iptables", []string{"iptables-nft -w -t nat -N KUBE-SERVICES"}, "kube-proxy", "seen: chain ip nat KUBE-SERVICES"},
-		{"kube-proxy by nftables", []string{"nft add table ip6 kube-proxy"}, "kube-proxy", "seen: table ip6 kube-proxy"},
-		{"Docker", []string{"ip6tables-nft -w -t nat -N DOCKER"}, "docker", "seen: chain ip6 nat DOCKER"},
+		{"kube-proxy by iptables", []string{"iptables-nft -w -t nat -N KUBE-SERVICES"}, "kube-proxy", "chain ip nat KUBE-SERVICES"},
+		{"kube-proxy by nftables", []string{"nft add table ip6 kube-proxy"}, "kube-proxy", "table ip6 kube-proxy"},
+		{"Docker", []string{"ip6tables-nft -w -t nat -N DOCKER"}, "docker", "chain ip6 nat DOCKER"},
 		{"nft", []string{"nft add table ip x"}, "settling", "by the generation of the nftables ruleset"},
 		{
 			"iptables-legacy beside nft",
@@ -193,10 +195,53 @@ func TestHostRules(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if f := by(host(t, ns))[tt.id]; !strings.HasPrefix(f.What, tt.what) || f.Level > Info {
+			if f := by(host(t, ns))[tt.id]; !strings.Contains(f.What, tt.what) || f.Level > Info { // a process of the host may be seen first
 				t.Errorf("got %+v, want %q", f, tt.what)
 			}
 		})
+	}
+}
+
+// Other namespaces with NAT rules are found by the processes in them.
+func TestHostNAT(t *testing.T) {
+	with, without := nstest.New(t), nstest.New(t)
+	for _, ns := range []*testnet.NS{with, without} {
+		if err := ns.SetNAT(); err != nil { // chains alone
+			t.Fatal(err)
+		}
+	}
+	pids := map[string]int{}
+	var want string
+	for _, ns := range []*testnet.NS{with, without} {
+		cmd := exec.CommandContext(t.Context(), "sleep", "60")
+		if err := ns.Do(cmd.Start); err != nil {
+			t.Skip(err)
+		}
+		t.Cleanup(func() {
+			_ = cmd.Process.Kill()
+			_ = cmd.Wait()
+		})
+		path := "/proc/" + strconv.Itoa(cmd.Process.Pid) + "/ns/net"
+		link, err := os.Readlink(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		pids[link] = cmd.Process.Pid
+		if ns == with {
+			want = path
+		}
+	}
+	flush := exec.CommandContext(t.Context(), "nft", "flush", "ruleset")
+	if err := without.Do(flush.Run); err != nil {
+		t.Skip(err)
+	}
+	paths, _, err := (&live{}).NAT(t.Context(), pids)
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := slices.DeleteFunc(paths, func(p string) bool { return !strings.HasPrefix(p, "/proc/") }) // the host's are what they are
+	if !slices.Equal(own, []string{want}) {
+		t.Errorf("%v, want %s", own, want)
 	}
 }
 

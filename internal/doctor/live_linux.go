@@ -4,11 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/internal/netns"
 	"github.com/flowsweep/flowsweep/internal/nft"
+	"github.com/flowsweep/flowsweep/ruleset"
 )
 
 // Host examines this host, in a network namespace given as a path; "" is the
@@ -85,6 +91,98 @@ func (l *live) Generation() (gen uint32, ok bool, err error) {
 	}
 	defer g.Close()
 	return g.Get()
+}
+
+// Rules times the reading alone, and then judges.
+func (l *live) Rules(ctx context.Context, limit int) (*Ruleset, error) {
+	start := time.Now()
+	j, err := ruleset.NewJudge(ctx, ruleset.Config{NetNS: l.namespace})
+	if err != nil {
+		return nil, err
+	}
+	defer j.Close()
+	r := &Ruleset{Took: time.Since(start), Size: j.Rules().Size(), Others: j.Translators()}
+	if j.Generation() == 0 {
+		return nil, ruleset.ErrNoNFT
+	}
+	err = l.Sample(ctx, limit, func(f *conntrack.Flow) {
+		switch j.Judge(f).Verdict {
+		case ruleset.NotJudged, ruleset.OtherZone, ruleset.Expected:
+			return
+		case ruleset.MayPass, ruleset.Unpredictable, ruleset.UnknownTranslator:
+			r.Doubted++
+		}
+		r.Flows++
+	})
+	// Only now: it decodes every rule, of which the flows need few.
+	r.NotUnderstood = j.Rules().NotUnderstood()
+	return r, err
+}
+
+const (
+	// maxNamespaces and namespacesFor bound the looking into others.
+	maxNamespaces = 256
+	namespacesFor = 2 * time.Second
+)
+
+// NAT enters the others one by one, which takes CAP_SYS_ADMIN.
+func (l *live) NAT(ctx context.Context, pids map[string]int) (paths []string, all bool, err error) {
+	at := map[string]string{}
+	for ns, pid := range pids {
+		at[ns] = fmt.Sprintf("/proc/%d/ns/net", pid)
+	}
+	own, err := os.Readlink("/proc/thread-self/ns/net")
+	if err != nil {
+		return nil, false, err
+	}
+	const named = "/run/netns"
+	names, err := os.ReadDir(named)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, false, err
+	}
+	for _, name := range names {
+		var st unix.Stat_t
+		path := filepath.Join(named, name.Name())
+		if err := unix.Stat(path, &st); err != nil {
+			continue
+		}
+		if ns := fmt.Sprintf("net:[%d]", st.Ino); ns != own {
+			at[ns] = path
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, namespacesFor)
+	defer cancel()
+	all = len(at) <= maxNamespaces
+	n := 0
+	for _, path := range at {
+		if n++; n > maxNamespaces || ctx.Err() != nil {
+			return paths, false, nil
+		}
+		switch has, err := hasNAT(ctx, path); {
+		case errors.Is(err, ruleset.ErrNoNFT):
+			return nil, false, err
+		case errors.Is(err, fs.ErrPermission):
+			return nil, false, errors.New("it takes CAP_SYS_ADMIN to enter namespaces, and CAP_NET_ADMIN in them")
+		case err != nil: // it may be gone
+			all = false
+		case has:
+			paths = append(paths, path)
+		}
+	}
+	return paths, all, nil
+}
+
+func hasNAT(ctx context.Context, path string) (bool, error) {
+	c, err := ruleset.Open(path)
+	if err != nil {
+		return false, err
+	}
+	defer c.Close()
+	r, err := c.Load(ctx)
+	if err != nil {
+		return false, err
+	}
+	return r.Size().Bases > 0, nil
 }
 
 func (l *live) Exist(objects ...nft.Object) ([]bool, error) {

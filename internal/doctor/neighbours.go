@@ -19,10 +19,10 @@ const maxProcesses = 20_000
 // scan is what was seen of the processes in this PID namespace.
 type scan struct {
 	seen       int
-	more       bool                // there are more than were looked at
-	pids       map[string]int      // the lowest, by name
-	namespaces map[string]struct{} // of networks, other than this one
-	hidden     int                 // processes whose namespace may not be read
+	more       bool           // there are more than were looked at
+	pids       map[string]int // the lowest, by name
+	namespaces map[string]int // of networks, other than this one, and the lowest PID
+	hidden     int            // processes whose namespace may not be read
 }
 
 func (e *exam) processes() (*scan, error) {
@@ -38,7 +38,7 @@ func (e *exam) processes() (*scan, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &scan{pids: map[string]int{}, namespaces: map[string]struct{}{}}
+	s := &scan{pids: map[string]int{}, namespaces: map[string]int{}}
 	for !s.more {
 		names, err := dir.Readdirnames(1000)
 		for _, name := range names {
@@ -79,7 +79,9 @@ func (e *exam) look(s *scan, pid int, own string) {
 	case errors.Is(err, os.ErrPermission):
 		s.hidden++
 	case err == nil && ns != own:
-		s.namespaces[ns] = struct{}{}
+		if first, ok := s.namespaces[ns]; !ok || pid < first {
+			s.namespaces[ns] = pid
+		}
 	}
 }
 
@@ -158,9 +160,8 @@ var knownProxies = []proxy{
 			{Family: nft.IPv4, Table: "docker-bridges"},
 			{Family: nft.IPv6, Table: "docker-bridges"},
 		},
-		"published ports are frontends whose backend moves with every new container; " +
-			"flowsweep does not read them from Docker",
-		"list the published ports in a FrontendList (--state)",
+		"published ports are frontends whose backend moves with every new container",
+		"flowsweep plan without any input judges by the rules that Docker writes, and names containers",
 	},
 	{
 		"podman", "Podman",
@@ -170,9 +171,9 @@ var knownProxies = []proxy{
 			{Family: nft.IPv4, Table: "nat", Chain: "NETAVARK-HOSTPORT-DNAT"},
 			{Family: nft.IPv6, Table: "nat", Chain: "NETAVARK-HOSTPORT-DNAT"},
 		},
-		"published ports are frontends whose backend moves with every new container; " +
-			"flowsweep does not read them from Podman",
-		"list the published ports in a FrontendList (--state); those of rootless containers are forwarded in user space",
+		"published ports are frontends whose backend moves with every new container",
+		"flowsweep plan without any input judges by the rules that Podman writes; " +
+			"ports of rootless containers are forwarded in user space",
 	},
 	{
 		"cilium", "Cilium",

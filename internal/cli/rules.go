@@ -1,0 +1,231 @@
+package cli
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"io"
+	"io/fs"
+	"maps"
+	"os"
+	"slices"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/internal/docker"
+	"github.com/flowsweep/flowsweep/ruleset"
+	"github.com/flowsweep/flowsweep/sweep"
+)
+
+const (
+	// maxPasses is how often the table is walked at most while the rules change
+	// under the walk.
+	maxPasses = 4
+	// maxListed is how many flows are remembered that were listed: 8 MB.
+	maxListed = 1 << 18
+	// maxDoubts is how many causes are told apart why flows are not judged.
+	maxDoubts = 64
+)
+
+// rules judges by the NAT rules of the moment: when they have changed it reads
+// them anew, and judges by those. One goroutine uses it.
+type rules struct {
+	*ruleset.Verdicts
+	of     string // whose they are
+	reload func() (ruleset.Change, error)
+
+	// Of the present pass.
+	changed bool          // flows that were judged may be stale by now
+	doubts  map[doubt]int // flows that were not judged
+
+	seed   maphash.Seed
+	listed map[uint64]struct{}
+}
+
+// doubt is a cause why flows are not judged.
+type doubt struct{ owner, why string }
+
+// readRules reads the rules of the namespace.
+func (in *inputs) readRules(ctx context.Context, policy frontend.Policy,
+	families []conntrack.Family,
+) (*rules, error) {
+	const instead = "; or give the desired state with --state FILE or --kubernetes"
+	j, err := ruleset.NewJudge(ctx, ruleset.Config{NetNS: in.namespace()})
+	if errors.Is(err, fs.ErrPermission) { // which judging by a state takes as well
+		return nil, fmt.Errorf("reading the NAT rules to judge by: %w", err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading the NAT rules to judge by: %w%s", err, instead)
+	}
+	if j.Generation() == 0 {
+		_ = j.Close() // nothing was written
+		return nil, fmt.Errorf("reading the NAT rules to judge by: %w%s", ruleset.ErrNoNFT, instead)
+	}
+	r := &rules{
+		Verdicts: &ruleset.Verdicts{Rules: j, Policy: policy, Families: families},
+		of:       "this network namespace", seed: maphash.MakeSeed(), listed: map[uint64]struct{}{},
+	}
+	if in.netns != "" {
+		r.of = "network namespace " + in.netns
+	}
+	r.reload = func() (ruleset.Change, error) { return j.Reload(ctx) }
+	if in.netns == "" || os.Getenv(docker.HostEnv) != "" {
+		// Names are good to have, and nothing depends on them.
+		if c, err := docker.List(ctx); err == nil {
+			r.Owner = func(by ruleset.Rule, f *conntrack.Flow) string {
+				if by.Chain != "DOCKER" && by.Table != "docker-bridges" {
+					return ""
+				}
+				return c.Published(f.Proto, f.Orig.Dst, f.Orig.DstPort)
+			}
+		}
+	}
+	return r, nil
+}
+
+// String tells by what flows are judged.
+func (r *rules) String() string {
+	return fmt.Sprintf("the NAT rules of %s: %s, generation %d",
+		r.of, plural(r.Rules.Rules().Size().Rules, "rule"), r.Rules.Generation())
+}
+
+// Judge implements sweep.Judge.
+func (r *rules) Judge(f *conntrack.Flow) frontend.Verdict {
+	v := r.Verdicts.Judge(f)
+	if v.Reason == frontend.Unpredictable && r.renew() {
+		v = r.Verdicts.Judge(f)
+	}
+	return v
+}
+
+// Explain judges a flow and tells the steps in words.
+func (r *rules) Explain(f *conntrack.Flow) (frontend.Verdict, []string) {
+	v, steps := r.Verdicts.Explain(f)
+	if v.Reason == frontend.Unpredictable && r.renew() {
+		return r.Verdicts.Explain(f)
+	}
+	return v, steps
+}
+
+// renew reads the rules anew if they are not the present ones any more. What it
+// fails with shows at the end of the pass.
+func (r *rules) renew() bool {
+	if !errors.Is(r.Rules.Err(), ruleset.ErrStale) {
+		return false
+	}
+	c, err := r.reload()
+	r.changed = r.changed || !c.Empty()
+	return err == nil
+}
+
+// passes carries a plan out, and again while the rules change meanwhile in a way
+// that may have made flows stale which were judged before.
+func (r *rules) passes(ctx context.Context, sw *sweep.Sweeper, plan sweep.Plan) (sweep.Report, error) {
+	var all sweep.Report
+	onFlow := sw.OnFlow
+	sw.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
+		if v.Why != "" && v.Action == frontend.Keep {
+			r.doubt(v)
+		}
+		onFlow(f, v)
+	}
+	for pass := 1; ; pass++ {
+		r.changed, r.doubts = false, map[doubt]int{}
+		one, err := sw.Run(ctx, plan)
+		all = oneAfterOther(all, one)
+		if err != nil {
+			return all, err
+		}
+		c, err := r.reload()
+		if err == nil {
+			err = r.Rules.Err()
+		}
+		switch {
+		case err == nil && !r.changed && c.Empty():
+			return all, nil
+		case pass < maxPasses:
+		case err != nil:
+			return all, fmt.Errorf("stale flows may be left: %w", err)
+		default:
+			return all, fmt.Errorf("stale flows may be left: "+
+				"the NAT rules changed during each of %d passes; try again", maxPasses)
+		}
+	}
+}
+
+// oneAfterOther is the report of two passes over the same flows. Those that the
+// first has deleted, the second has not met.
+func oneAfterOther(first, second sweep.Report) sweep.Report {
+	sum := second
+	sum.Queries = slices.Concat(first.Queries, second.Queries)
+	sum.Returned += first.Returned
+	sum.Malformed += first.Malformed
+	sum.Duration += first.Duration
+	sum.Classes = maps.Clone(second.Classes)
+	for c, res := range first.Classes {
+		gone := conntrack.DeleteResult{Deleted: res.Deleted, Gone: res.Gone}
+		sum.DeleteResult.Add(gone)
+		sum.Judged += res.Deleted + res.Gone
+		sum.Verdicts[c.Reason] += res.Deleted + res.Gone
+		if sum.Classes == nil {
+			sum.Classes = map[sweep.Class]conntrack.DeleteResult{}
+		}
+		both := sum.Classes[c]
+		both.Add(gone)
+		sum.Classes[c] = both
+	}
+	return sum
+}
+
+// news tells whether a flow has not been listed with the same verdict by an
+// earlier pass.
+func (r *rules) news(f *conntrack.Flow, v frontend.Verdict) bool {
+	key := maphash.Comparable(r.seed, struct {
+		orig, reply conntrack.Tuple
+		id          uint32
+		proto       uint8
+		zone        uint16
+		reason      frontend.Reason
+	}{f.Orig, f.Reply, f.ID, f.Proto, f.Zone, v.Reason})
+	if _, old := r.listed[key]; old {
+		return false
+	}
+	if len(r.listed) < maxListed {
+		r.listed[key] = struct{}{}
+	}
+	return true
+}
+
+func (r *rules) doubt(v frontend.Verdict) {
+	d := doubt{v.Owner, v.Why}
+	if _, ok := r.doubts[d]; !ok && len(r.doubts) >= maxDoubts {
+		d = doubt{why: "of other causes"}
+	}
+	r.doubts[d]++
+}
+
+// tell says by what was judged, and on stderr what was not.
+func (r *rules) tell(s *summary, stderr io.Writer) {
+	s.By, s.by = "rules", r.String()
+	s.Generation, s.Rules = r.Rules.Generation(), r.Rules.Rules().Size().Rules
+	const most = 5
+	causes := slices.SortedFunc(maps.Keys(r.doubts), func(a, b doubt) int {
+		return cmp.Or(cmp.Compare(r.doubts[b], r.doubts[a]),
+			cmp.Compare(a.owner, b.owner), cmp.Compare(a.why, b.why))
+	})
+	for i, d := range causes {
+		if i == most {
+			fmt.Fprintf(stderr, "flowsweep: warning: and flows of %s more, see \"flowsweep plan --all -o wide\"\n",
+				plural(len(causes)-most, "cause"))
+			break
+		}
+		at := ""
+		if d.owner != "" {
+			at = d.owner + ": "
+		}
+		fmt.Fprintf(stderr, "flowsweep: warning: %s not judged: %s%s\n",
+			plural(r.doubts[d], "flow"), at, printable(d.why))
+	}
+}

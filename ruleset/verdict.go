@@ -1,0 +1,144 @@
+package ruleset
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
+)
+
+// Verdicts puts the judgements of a Judge into the words of package frontend, and
+// applies a policy to them, so that a sweep may go by rules as it goes by a
+// frontend.Table. The methods may be called from several goroutines; the fields
+// are not to be changed meanwhile.
+type Verdicts struct {
+	Rules  *Judge
+	Policy frontend.Policy
+	// Families limits Scopes; none means both.
+	Families []conntrack.Family
+	// Owner, if set, tells whose a flow is that meets a rule which translates: the
+	// name of a container, say. "" stands for the rule itself.
+	Owner func(by Rule, f *conntrack.Flow) string
+
+	mu    sync.Mutex
+	names map[Rule]string // so that judging allocates nothing
+}
+
+// maxNames bounds the names of rules that are remembered: a megabyte or two.
+const maxNames = 1 << 14
+
+// words are the reasons that verdicts stand for. Each belongs to one action, which
+// is the one that Verdict's comments name.
+var words = [...]frontend.Reason{
+	NotJudged:         frontend.NotSwept,
+	OtherZone:         frontend.OtherZone,
+	Expected:          frontend.ExpectedFlow,
+	Plain:             frontend.NoFrontend,
+	Right:             frontend.Serving,
+	MayPass:           frontend.Unpredictable,
+	Unpredictable:     frontend.Unpredictable,
+	UnknownTranslator: frontend.UnknownTranslator,
+	BackendGone:       frontend.BackendGone,
+	Untranslated:      frontend.Untranslated,
+	FrontendGone:      frontend.FrontendGone,
+}
+
+// whyMayPass is Judgement.Why for MayPass.
+const whyMayPass = "rules translate some flows like it and pass others, and which cannot be told"
+
+// Judge implements sweep.Judge. Its cost is that of Judge.Judge and a look-up.
+func (v *Verdicts) Judge(f *conntrack.Flow) frontend.Verdict {
+	if v.Policy.Of(f.Proto) == frontend.Off {
+		return frontend.Verdict{Reason: frontend.NotSwept}
+	}
+	return v.verdict(f, v.Rules.Judge(f))
+}
+
+func (v *Verdicts) verdict(f *conntrack.Flow, j Judgement) frontend.Verdict {
+	reason := words[j.Verdict]
+	w := frontend.Verdict{Action: reason.Action(), Reason: reason, Why: j.Why}
+	if w.Action == frontend.Ignore {
+		return w
+	}
+	w.Kind = frontend.Rule
+	if j.By != (Rule{}) {
+		if v.Owner != nil && reason != frontend.Unpredictable { // then the rule itself is what matters
+			w.Owner = v.Owner(j.By, f)
+		}
+		if w.Owner == "" {
+			w.Owner = v.name(j.By)
+		}
+	}
+	if j.Verdict == MayPass {
+		w.Why = whyMayPass
+	}
+	if w.Action == frontend.Delete && v.Policy.Of(f.Proto) == frontend.Unreplied && f.Replied() {
+		w.Action, w.Reason = frontend.Keep, frontend.ByPolicy
+	}
+	return w
+}
+
+func (v *Verdicts) name(r Rule) string {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	s, ok := v.names[r]
+	if !ok {
+		if v.names == nil || len(v.names) >= maxNames {
+			v.names = map[Rule]string{}
+		}
+		s = r.String()
+		v.names[r] = s
+	}
+	return s
+}
+
+// Explain judges a flow and tells the steps in words, one a line.
+func (v *Verdicts) Explain(f *conntrack.Flow) (frontend.Verdict, []string) {
+	sweep := v.Policy.Of(f.Proto)
+	name := strings.ToUpper(conntrack.ProtoName(f.Proto))
+	if sweep == frontend.Off {
+		return frontend.Verdict{Reason: frontend.NotSwept},
+			[]string{fmt.Sprintf("the protocol is %s, which the policy (%s) does not sweep", name, v.Policy)}
+	}
+	j, steps := v.Rules.Explain(f)
+	w := v.verdict(f, j)
+	if w.Action == frontend.Ignore && w.Reason != frontend.NoFrontend {
+		return w, steps
+	}
+	steps = slices.Insert(steps, 0, fmt.Sprintf("the protocol is %s, swept by the policy %q; "+
+		"the zone is %d; no helper expected the flow", name, sweep, f.Zone))
+	if w.Reason == frontend.ByPolicy {
+		steps = append(steps, fmt.Sprintf("it is stale, but the policy %q leaves what was answered", sweep))
+	}
+	return w, steps
+}
+
+// Scopes returns the families and protocols of which something may be deleted, in
+// the order of frontend.Table.Scopes: whatever the rules are, there may be flows
+// of rules that are gone.
+func (v *Verdicts) Scopes() []frontend.Scope {
+	families := v.Families
+	if len(families) == 0 {
+		families = []conntrack.Family{conntrack.IPv4, conntrack.IPv6}
+	}
+	var list []frontend.Scope
+	for _, fam := range families {
+		for _, proto := range []uint8{conntrack.SCTP, conntrack.UDP, conntrack.TCP} {
+			if v.Policy.Of(proto) != frontend.Off {
+				list = append(list, frontend.Scope{Family: fam, Proto: proto})
+			}
+		}
+	}
+	return list
+}
+
+// Most returns the most that may be deleted of a protocol, which is what the
+// policy says.
+func (v *Verdicts) Most(proto uint8) frontend.Sweep { return v.Policy.Of(proto) }
+
+// Zones returns the zones that are judged: the default one alone, since a flow of
+// another may have met other rules.
+func (v *Verdicts) Zones() []uint16 { return []uint16{0} }
