@@ -62,6 +62,55 @@ func (r *raw) dump(f conntrack.Filter) (size int, err error) {
 	}
 }
 
+// delete sends deletes that are encoded already, and reads the answer to the last,
+// which alone asks for one.
+func (r *raw) delete(batch []byte, last uint32) error {
+	if err := unix.Send(r.fd, batch, 0); err != nil {
+		return err
+	}
+	for {
+		n, err := unix.Read(r.fd, r.buf)
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if n < uapi.SizeofNlMsghdr+4 {
+			return fmt.Errorf("delete: an answer of %d bytes", n)
+		}
+		if e := binary.NativeEndian.Uint32(r.buf[uapi.SizeofNlMsghdr:]); e != 0 {
+			return fmt.Errorf("delete: %w", unix.Errno(-int32(e)))
+		}
+		if binary.NativeEndian.Uint32(r.buf[8:]) == last {
+			return nil
+		}
+	}
+}
+
+// deletion is IPCTNL_MSG_CT_DELETE of one IPv4 flow in the default zone.
+func deletion(f *conntrack.Flow, flags uint16, seq uint32) []byte {
+	var m nlmsg
+	m.u32(0) // length
+	m.u16(uapi.CtDelete, uapi.FRequest|flags)
+	m.u32(seq, 0)
+	m.b = append(m.b, byte(f.Family), uapi.NfnetlinkV1, 0, 0)
+	m.attr(uapi.CtaTupleOrig|uapi.AttrNested, func() {
+		m.attr(uapi.CtaTupleIP|uapi.AttrNested, func() {
+			m.attr(uapi.CtaIPv4Src, func() { m.b = append(m.b, f.Orig.Src.AsSlice()...) })
+			m.attr(uapi.CtaIPv4Dst, func() { m.b = append(m.b, f.Orig.Dst.AsSlice()...) })
+		})
+		m.attr(uapi.CtaTupleProto|uapi.AttrNested, func() {
+			m.attr(uapi.CtaProtoNum, func() { m.b = append(m.b, f.Proto) })
+			m.attr(uapi.CtaProtoSrcPort, func() { m.be16(f.Orig.SrcPort) })
+			m.attr(uapi.CtaProtoDstPort, func() { m.be16(f.Orig.DstPort) })
+		})
+	})
+	m.attr(uapi.CtaID, func() { m.be32(f.ID) })
+	binary.NativeEndian.PutUint32(m.b, uint32(len(m.b)))
+	return m.b
+}
+
 // request is IPCTNL_MSG_CT_GET as a dump with every criterion of the filter told
 // to the kernel.
 func request(f conntrack.Filter, seq uint32) []byte {

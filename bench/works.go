@@ -10,6 +10,7 @@ import (
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/internal/uapi"
 	"github.com/flowsweep/flowsweep/sweep"
 )
 
@@ -37,7 +38,70 @@ func floors() []work {
 		{name: "floor/udp", title: "raw: all IPv4 UDP", run: rawDumps(udp4)},
 		{name: "floor/full", title: "raw: the queries of a full pass", run: rawFull},
 		{name: "floor/everything", title: "raw: everything", run: rawDumps(conntrack.Filter{})},
+		{
+			name: "floor/deletes", title: "raw: 25 % of IPv4 UDP deleted, known before", run: rawDeletes,
+			deletes: onlyUDP4(staleFlows(25)),
+		},
 	}
+}
+
+// rawDeletes measures the kernel's part in deleting what a pass finds: the
+// messages are encoded before, in batches of the size that conntrack uses.
+func rawDeletes(ctx context.Context, _ int) (sample, error) {
+	s, err := newScene(ctx, onlyUDPPolicy)
+	if err != nil {
+		return sample{}, err
+	}
+	defer s.close()
+	s.table.Replace(whole().without(stale(25)).units())
+	r, err := dialRaw()
+	if err != nil {
+		return sample{}, err
+	}
+	defer r.close()
+	type batch struct {
+		b    []byte
+		last uint32
+	}
+	var batches []batch
+	var flows []conntrack.Flow
+	deleted := 0
+	encode := func() {
+		var x batch
+		for i := range flows {
+			var flags uint16
+			if i == len(flows)-1 {
+				flags = uapi.FAck
+			}
+			r.seq++
+			x.b, x.last = append(x.b, deletion(&flows[i], flags, r.seq)...), r.seq
+		}
+		deleted += len(flows)
+		batches, flows = append(batches, x), flows[:0]
+	}
+	for f, err := range s.conn.Dump(ctx, udp4) {
+		if err != nil {
+			return sample{}, err
+		}
+		if s.table.Judge(f).Action != frontend.Delete {
+			continue
+		}
+		if flows = append(flows, *f); len(flows) == 256 {
+			encode()
+		}
+	}
+	if len(flows) > 0 {
+		encode()
+	}
+	return measured(func(m *sample) error {
+		m.count("deleted", float64(deleted))
+		for _, x := range batches {
+			if err := r.delete(x.b, x.last); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
 }
 
 var udp4 = conntrack.Filter{Family: conntrack.IPv4, Proto: conntrack.UDP}
