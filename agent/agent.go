@@ -99,6 +99,9 @@ type StaleCount struct {
 type Agent struct {
 	conn      sweep.Conn
 	rules     Ruleset
+	exact     Rules // nil: the rules cannot be read
+	byRules   bool  // without sources
+	ruleState rulesState
 	log       *slog.Logger
 	observers []Observer
 	onFlow    func(f *conntrack.Flow, v frontend.Verdict, dryRun bool)
@@ -113,6 +116,7 @@ type Agent struct {
 	started   time.Time
 	beat      time.Time // the loop's last turn
 	trusted   bool      // as of then, whether the ruleset's generation is
+	told      bool      // what the rules do was known when they were read last
 	ready     bool      // all sources complete and a first pass done
 	lastFull  time.Time
 	lastPass  *Pass
@@ -127,13 +131,18 @@ type Agent struct {
 	saved     saver
 	// doubtUntil: the first lists lacked most of what the state file told of.
 	doubtUntil time.Time
+
+	alone alone // of an agent that goes by rules alone
 }
 
 // Options are what an Agent works with.
 type Options struct {
-	Config    Config
-	Conn      sweep.Conn
-	Ruleset   Ruleset
+	Config  Config
+	Conn    sweep.Conn
+	Ruleset Ruleset
+	// Rules, if set, makes settling exact. Without sources it is what flows are
+	// judged by.
+	Rules     Rules
 	Sources   []source.Source
 	Log       *slog.Logger // nil: none
 	Observers []Observer
@@ -147,7 +156,7 @@ func New(o Options) *Agent {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	a := &Agent{
-		conn: o.Conn, rules: o.Ruleset, log: o.Log, observers: o.Observers, onFlow: o.OnFlow, sources: o.Sources,
+		conn: o.Conn, rules: o.Ruleset, exact: o.Rules, byRules: o.Rules != nil && len(o.Sources) == 0, log: o.Log, observers: o.Observers, onFlow: o.OnFlow, sources: o.Sources,
 		cfg:       o.Config,
 		table:     frontend.NewTable(frontend.Options{Policy: o.Config.Policy, Zones: o.Config.Zones}),
 		wake:      make(chan struct{}, 1),
@@ -155,6 +164,7 @@ func New(o Options) *Agent {
 		disagrees: map[string]*Disagreement{},
 		graves:    map[frontend.Key]time.Time{},
 		doubts:    doubts{},
+		alone:     alone{candidates: doubts{}},
 	}
 	for _, s := range o.Sources {
 		a.feeds = append(a.feeds, &feed{a: a, name: s.Name(), units: map[string]size{}})
@@ -286,10 +296,12 @@ func (a *Agent) loop(ctx context.Context, failed <-chan error, work *sync.WaitGr
 // job is a pass to be made.
 type job struct {
 	look
-	start  time.Time
-	gen    uint32
-	dryRun bool
-	rate   int
+	start   time.Time
+	gen     uint32
+	trusted bool // whether it moves with every commit
+	dryRun  bool
+	rate    int
+	exact   bool // the rules are known as they are
 }
 
 // plan decides what to do now, and how long to sleep if nothing happens.
@@ -327,10 +339,12 @@ func (a *Agent) plan(busy bool) (*job, time.Duration) {
 			a.setServiceRanges()
 		}
 	}
-	j := &job{start: now, dryRun: a.cfg.DryRun, rate: a.cfg.DeletesPerSecond}
+	j := &job{start: now, gen: gen, trusted: trusted, dryRun: a.cfg.DryRun, rate: a.cfg.DeletesPerSecond}
 	fullDue := a.cfg.FullPass > 0 && now.Sub(a.lastFull) >= a.cfg.FullPass
 	if a.lastFull.IsZero() || fullDue && a.budget > 0 {
-		if a.lastFull.IsZero() && a.watches.keys[everything] == nil {
+		if a.byRules {
+			a.alone.gen, a.alone.moving, a.alone.again, a.alone.since = gen, gen, false, time.Time{}
+		} else if a.lastFull.IsZero() && a.watches.keys[everything] == nil {
 			a.watches.open(everything, now)
 		}
 		j.look = look{full: true, keys: a.watches.all()}
@@ -344,6 +358,10 @@ func (a *Agent) plan(busy bool) (*job, time.Duration) {
 		until(afford)
 	case a.cfg.FullPass > 0:
 		until(a.lastFull.Add(a.cfg.FullPass))
+	}
+	if a.byRules {
+		j = a.planByRules(j, now, until)
+		return j, sleep
 	}
 	if a.nextPass.After(now) {
 		until(a.nextPass)
@@ -367,7 +385,6 @@ func (a *Agent) plan(busy bool) (*job, time.Duration) {
 }
 
 func (a *Agent) begin(j *job, gen uint32) {
-	j.gen = gen
 	a.watches.begin(j.keys, j.start, gen)
 }
 
@@ -386,7 +403,26 @@ func (a *Agent) refill(now time.Time) {
 // run makes one pass. It holds no lock while the kernel works.
 func (a *Agent) run(ctx context.Context, j *job) Pass {
 	p := Pass{Full: j.full, Start: j.start}
-	planner, err := sweep.NewPlanner(ctx, a.conn, a.table, a.cfg.Families...)
+	var scoper sweep.Scoper = a.table
+	var judge sweep.Judge = cautious{a, j}
+	late := false // the rules are read after the pass
+	switch {
+	case a.byRules:
+		if p.Err = a.readForPass(ctx, j); p.Err != nil {
+			return p
+		}
+		a.mu.Lock()
+		scoper, judge = a.exact, patient{a, j, len(a.alone.candidates) > 0}
+		a.mu.Unlock()
+		p.Full = j.full
+	case a.exact != nil && j.trusted && slices.Contains(a.table.Zones(), 0):
+		late = j.urgent && a.ruleState.took > slowReload && !a.ruleState.have(j.gen)
+		if j.exact = !late && a.readRules(ctx, j.gen); j.exact {
+			a.compare(j)
+		}
+	}
+	reading := a.now().Sub(j.start)
+	planner, err := sweep.NewPlanner(ctx, a.conn, scoper, a.cfg.Families...)
 	if err != nil {
 		p.Err = err
 		return p
@@ -396,7 +432,7 @@ func (a *Agent) run(ctx context.Context, j *job) Pass {
 		plan = planner.Narrow(j.change)
 	}
 	counts := map[StaleCount]int{}
-	s := sweep.Sweeper{Conn: a.conn, Judge: cautious{a, j}, DryRun: j.dryRun}
+	s := sweep.Sweeper{Conn: a.conn, Judge: judge, DryRun: j.dryRun}
 	if j.rate > 0 {
 		s.Pace = (&pace{perSecond: j.rate}).wait
 	}
@@ -416,6 +452,12 @@ func (a *Agent) run(ctx context.Context, j *job) Pass {
 		a.foundStale(j, f, v)
 	}
 	p.Report, p.Err = s.Run(ctx, plan)
+	switch {
+	case a.byRules:
+		a.interrupted(j)
+	case late:
+		a.readRules(ctx, j.gen) // the wide pass that follows a commit goes by them
+	}
 	for c, n := range counts {
 		c.Flows = n
 		p.Stale = append(p.Stale, c)
@@ -423,7 +465,7 @@ func (a *Agent) run(ctx context.Context, j *job) Pass {
 	slices.SortFunc(p.Stale, func(x, y StaleCount) int { return y.Flows - x.Flows })
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.rest(j.start, walking(&p.Report))
+	a.rest(j.start, reading+walking(&p.Report))
 	if p.Err == nil {
 		a.settle(j)
 	}
@@ -460,7 +502,7 @@ func flowKey(f *conntrack.Flow) frontend.Key {
 }
 
 func (a *Agent) foundStale(j *job, f *conntrack.Flow, v frontend.Verdict) {
-	if j.dryRun {
+	if j.dryRun || a.byRules {
 		return // it stays, so that finding it again says nothing
 	}
 	a.mu.Lock()
@@ -476,18 +518,33 @@ func (a *Agent) foundStale(j *job, f *conntrack.Flow, v frontend.Verdict) {
 			x.lastStale = a.now()
 		}
 		if d := a.watches.found(k, f, v, j.start); d != nil {
-			id := d.Frontend + " " + d.Backend.String()
-			if a.disagrees[id] == nil {
-				a.disagrees[id] = d
-				a.log.Warn("ruleset-disagrees: the rules make a translation that is wrong by the desired state; "+
-					"is the service proxy running and up to date?",
-					"frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend, "passes", d.Passes, "flow", d.Evidence)
-				for _, o := range a.observers {
-					o.Disagrees(*d)
-				}
-			}
+			a.disagree(d)
 		}
 	}
+}
+
+// disagree makes a disagreement known.
+func (a *Agent) disagree(d *Disagreement) {
+	id := d.Frontend + " " + d.Backend.String()
+	if a.disagrees[id] != nil {
+		return
+	}
+	a.disagrees[id] = d
+	args := []any{"frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend, "passes", d.Passes, "flow", d.Evidence}
+	if d.Rule != "" {
+		args = []any{"frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend, "rule", d.Rule, "since", d.Since}
+	}
+	a.log.Warn("ruleset-disagrees: the rules make a translation that is wrong by the desired state; "+
+		"is the service proxy running and up to date?", args...)
+	for _, o := range a.observers {
+		o.Disagrees(*d)
+	}
+}
+
+// agrees ends a disagreement.
+func (a *Agent) agrees(d *Disagreement) {
+	delete(a.disagrees, d.Frontend+" "+d.Backend.String())
+	a.log.Info("ruleset agrees again", "frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend)
 }
 
 // watchFound looks after the frontend of a flow that a full pass has found, and
@@ -509,8 +566,7 @@ const mostWatches = 10_000
 func (a *Agent) settle(j *job) {
 	settled, cleared := a.watches.end(j.keys, j.start)
 	for _, d := range cleared {
-		delete(a.disagrees, d.Frontend+" "+d.Backend.String())
-		a.log.Info("ruleset agrees again", "frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend)
+		a.agrees(d)
 	}
 	for _, s := range settled {
 		a.log.Debug("settled", "frontend", s.key.String(), "after", s.After, "repaired", s.Repaired)

@@ -30,18 +30,19 @@ type doubt struct {
 type doubts map[doubt]struct{ first, last time.Time }
 
 // confirmed notes a translation that a pass has found to be wrong, and tells
-// whether it was so confirmAfter before.
-func (d doubts) confirmed(x doubt, pass time.Time) bool {
+// whether it was so for some time before. What was not looked at for longer may
+// have been right meanwhile.
+func (d doubts) confirmed(x doubt, pass time.Time, after time.Duration) bool {
 	seen, ok := d[x]
-	if !ok {
-		if len(d) >= mostDoubts {
-			return false
-		}
+	if !ok && len(d) >= mostDoubts {
+		return false
+	}
+	if !ok || pass.Sub(seen.last) > 30*after {
 		seen.first = pass
 	}
 	seen.last = pass
 	d[x] = seen
-	return pass.Sub(seen.first) >= confirmAfter
+	return pass.Sub(seen.first) >= after
 }
 
 // forget drops what was not seen for a while.
@@ -62,9 +63,20 @@ type cautious struct {
 // Judge implements sweep.Judge.
 func (c cautious) Judge(f *conntrack.Flow) frontend.Verdict {
 	v := c.table.Judge(f)
-	if v.Action == frontend.Delete && f.Translated() && c.doubtful(f, v) {
-		v.Action, v.Reason = frontend.Keep, frontend.Unconfirmed
+	if v.Action != frontend.Delete {
+		return v
 	}
+	switch c.rules(f) {
+	case never:
+		return v
+	case always:
+		c.leave(f, v)
+	case mayBe:
+		if !f.Translated() || !c.doubtful(f, v) {
+			return v
+		}
+	}
+	v.Action, v.Reason = frontend.Keep, frontend.Unconfirmed
 	return v
 }
 
@@ -82,7 +94,7 @@ func (c cautious) doubtful(f *conntrack.Flow, v frontend.Verdict) bool {
 	pause := confirmAfter
 	if a.faulty() {
 		pause *= 10 // so long nothing is confirmed
-	} else if a.doubts.confirmed(doubt{flowKey(f), to}, c.job.start) {
+	} else if a.doubts.confirmed(doubt{flowKey(f), to}, c.job.start, confirmAfter) {
 		return false
 	}
 	if len(keys) == 0 {

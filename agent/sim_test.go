@@ -107,6 +107,7 @@ func simFrontends(service int, backends []byte) []frontend.Frontend {
 // world is everything but the agent.
 type world struct {
 	trusted bool // the ruleset's generation can be trusted
+	exact   bool // nothing may be deleted that the rules would make again
 
 	mu        sync.Mutex
 	rules     map[int][]byte // what the proxy has written
@@ -243,6 +244,9 @@ func (w *world) Delete(_ context.Context, flows ...conntrack.Flow) (r conntrack.
 		if w.right(&now) {
 			w.fail("%s: deleted a flow that is right: %s", time.Now().Format(time.TimeOnly), &now)
 		}
+		if to := now.Reply.Src.As4()[3]; w.exact && slices.Contains(w.rules[int(now.Orig.Dst.As4()[3])], to) && now.Translated() {
+			w.fail("%s: deleted a flow that the rules make again: %s", time.Now().Format(time.TimeOnly), &now)
+		}
 		delete(w.flows, f.Orig)
 		w.deletes[f.Orig] = append(w.deletes[f.Orig], time.Now())
 		r.Deleted++
@@ -287,6 +291,7 @@ func (s *simSource) Run(ctx context.Context, sink source.Sink) error {
 // simRun is one agent's life after the other.
 type simRun struct {
 	w      *world
+	rules  Rules          // nil: they cannot be read
 	ranges []netip.Prefix // of services, as the source tells
 	state  string
 	sink   source.Sink
@@ -298,7 +303,7 @@ type simRun struct {
 func (r *simRun) start() {
 	src := &simSource{w: r.w, sinks: make(chan source.Sink, 1)}
 	a := New(Options{
-		Conn: r.w, Ruleset: r.w, Sources: []source.Source{src},
+		Conn: r.w, Ruleset: r.w, Rules: r.rules, Sources: []source.Source{src},
 		Config: Config{
 			Policy: frontend.DefaultPolicy, Window: simWindow, FullPass: 5 * time.Minute, WalkBudget: 0.1,
 			DeletesPerSecond: 1000, StateFile: r.state,
@@ -356,9 +361,8 @@ func (r *simRun) resync() {
 }
 
 // simulate plays a script and returns what did not hold.
-func simulate(t *testing.T, script []step, trusted bool, ranges ...netip.Prefix) error {
-	w := newWorld(trusted)
-	r := &simRun{w: w, ranges: ranges, state: filepath.Join(t.TempDir(), "state.json"), truth: map[int][]byte{}}
+func simulate(t *testing.T, w *world, rules Rules, script []step, ranges ...netip.Prefix) error {
+	r := &simRun{w: w, rules: rules, ranges: ranges, state: filepath.Join(t.TempDir(), "state.json"), truth: map[int][]byte{}}
 	for s := range simServices { // a healthy world to begin with
 		r.truth[s] = []byte{1, 2}
 		w.commit(s, []byte{1, 2})
@@ -478,7 +482,7 @@ func TestSimulation(t *testing.T) {
 			rapid.Check(t, func(rt *rapid.T) {
 				script := rapid.SliceOfN(rapid.Custom(genStep), 1, 8).Draw(rt, "script")
 				var err error
-				synctest.Test(t, func(t *testing.T) { err = simulate(t, script, tc.trusted, tc.ranges...) })
+				synctest.Test(t, func(t *testing.T) { err = simulate(t, newWorld(tc.trusted), nil, script, tc.ranges...) })
 				if err != nil {
 					rt.Fatal(err)
 				}

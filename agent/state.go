@@ -12,6 +12,7 @@ import (
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/ruleset"
 )
 
 // stateVersion is the version of the state file. Another one is ignored.
@@ -25,6 +26,13 @@ type stateFile struct {
 	Saved      time.Time    `json:"saved"`
 	Frontends  []savedEntry `json:"frontends"`
 	Tombstones []savedEntry `json:"tombstones"`
+	// Seen are destinations that rules have translated.
+	Seen []savedDestination `json:"seen,omitempty"`
+}
+
+type savedDestination struct {
+	Proto uint8          `json:"proto"`
+	Addr  netip.AddrPort `json:"addr"`
 }
 
 type savedEntry struct {
@@ -99,6 +107,13 @@ func (a *Agent) restore() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.saved.known, a.saved.graves = s.Frontends, s.Tombstones
+	if a.byRules {
+		for _, d := range s.Seen {
+			if d.Addr.IsValid() && conntrack.HasPorts(d.Proto) {
+				a.exact.See(ruleset.Destination(d))
+			}
+		}
+	}
 	a.log.Info("state file read", "file", a.cfg.StateFile, "frontends", len(s.Frontends), "tombstones", len(s.Tombstones))
 }
 
@@ -161,6 +176,11 @@ func (a *Agent) save() {
 		s.Tombstones = append(s.Tombstones, saveEntry(t))
 	}
 	a.mu.Unlock()
+	if a.byRules {
+		for _, d := range a.exact.Seen() {
+			s.Seen = append(s.Seen, savedDestination(d))
+		}
+	}
 	err := writeState(file, &s)
 	a.mu.Lock()
 	defer a.mu.Unlock()

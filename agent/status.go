@@ -14,10 +14,11 @@ type Status struct {
 	Ready      bool           `json:"ready"`
 	NotReady   string         `json:"notReady,omitempty"` // why
 	DryRun     bool           `json:"dryRun"`
+	ByRules    bool           `json:"byRules,omitempty"` // there are no sources
 	Frontends  int            `json:"frontends"`
 	Tombstones int            `json:"tombstones"`
 	Sources    []SourceStatus `json:"sources"`
-	Settling   string         `json:"settling"`  // "generation" or "time"
+	Settling   string         `json:"settling"`  // by "rules", "generation" or "time"
 	Unsettled  []Unsettled    `json:"unsettled"` // 1000 at most
 	// UnsettledTotal is how many there are.
 	UnsettledTotal int             `json:"unsettledTotal"`
@@ -71,13 +72,16 @@ func (a *Agent) Status() Status {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	s := Status{
-		Time: a.now(), Started: a.started, Ready: a.ready, DryRun: a.cfg.DryRun,
+		Time: a.now(), Started: a.started, Ready: a.ready, DryRun: a.cfg.DryRun, ByRules: a.byRules,
 		Frontends: frontends, Tombstones: tombstones,
 		Settling: "time", LastFull: a.lastFull, Failures: a.failures,
-		Unsettled: []Unsettled{}, UnsettledTotal: len(a.watches.keys), Disagrees: []*Disagreement{},
+		Unsettled: []Unsettled{}, Disagrees: []*Disagreement{},
 	}
 	if a.trusted {
 		s.Settling = "generation"
+	}
+	if a.trusted && a.told {
+		s.Settling = "rules"
 	}
 	if a.saved.err != nil {
 		s.StateFile = a.saved.err.Error()
@@ -98,12 +102,16 @@ func (a *Agent) Status() Status {
 		}
 	}
 	for k, x := range a.watches.keys {
+		if x.settled {
+			continue
+		}
+		s.UnsettledTotal++
 		if k == everything { // the first window of the agent's life
 			s.Unsettled = append(s.Unsettled, Unsettled{Frontend: "*", Causes: []string{"start"}, Changed: x.changed, Opened: x.opened})
 			continue
 		}
 		if len(s.Unsettled) >= mostUnsettled {
-			break
+			continue
 		}
 		u := Unsettled{Frontend: k.String(), Changed: x.changed, Opened: x.opened}
 		for _, sp := range x.change.Suspects {

@@ -67,6 +67,14 @@ type watch struct {
 	timed     time.Duration // interval to the next pass by time
 	returning map[netip.AddrPort]*returning
 	disagrees *Disagreement
+
+	// Where the rules are known (rules.go): since when all that they may give is
+	// right, or some of it wrong. Both zero: it cannot be told.
+	followed time.Time
+	behind   time.Time
+	// settled: that is proved. The watch goes on through its window, since a proxy
+	// that has not heard of all changes may write older ones yet.
+	settled bool
 }
 
 // returning is a wrong translation that was deleted and came back.
@@ -82,8 +90,9 @@ type Disagreement struct {
 	Owner    string         `json:"owner"`
 	Backend  netip.AddrPort `json:"backend"` // where flows are sent wrongly; the frontend itself where untranslated
 	Since    time.Time      `json:"since"`
-	Passes   int            `json:"passes"`   // that found it
-	Evidence string         `json:"evidence"` // one such flow
+	Passes   int            `json:"passes"`         // that found it
+	Evidence string         `json:"evidence"`       // one such flow, or what the rules may give
+	Rule     string         `json:"rule,omitempty"` // that makes it, where the rules could be read
 	Kind     frontend.Kind  `json:"-"`
 }
 
@@ -160,6 +169,7 @@ func (w *watches) open(k frontend.Key, now time.Time) *watch {
 		x.unasked, x.changed = false, now
 	}
 	x.opened, x.fresh, x.answered, x.timed = now, true, false, timedFirst
+	x.followed, x.behind, x.settled = time.Time{}, time.Time{}, false
 	w.fresh[k], w.lastOpened = x, now
 	return x
 }
@@ -185,6 +195,9 @@ func (w *watches) postpone(k frontend.Key, pass time.Time, pause time.Duration) 
 // restart makes a watch's window begin with a pass that has found something.
 func (w *watches) restart(x *watch, pass time.Time) {
 	x.opened, w.at = pass, time.Time{}
+	if x.settled = false; !x.followed.IsZero() {
+		x.followed = pass
+	}
 	if pass.After(w.lastOpened) {
 		w.lastOpened = pass
 	}
@@ -200,11 +213,11 @@ func (w *watches) drop(k frontend.Key) {
 // come, and whether it is a wide one. gen is the ruleset's generation, trusted
 // whether it moves with every commit.
 func (x *watch) due(now time.Time, window time.Duration, gen uint32, trusted bool) (at time.Time, wide bool) {
-	end := roundUp(x.opened.Add(window))
+	end := roundUp(x.proof(window))
 	switch {
 	case x.fresh:
 		return now, false
-	case x.disagrees != nil:
+	case x.disagrees != nil && (x.disagrees.Rule == "" || gen == x.lastGen):
 		return roundUp(x.lastPass.Add(disagreePause)), true
 	case !trusted:
 		if at := roundUp(x.lastPass.Add(x.timed)); at.Before(end) {
@@ -217,6 +230,14 @@ func (x *watch) due(now time.Time, window time.Duration, gen uint32, trusted boo
 		return roundUp(x.wideAt), true
 	}
 	return end, true
+}
+
+// proof is when a pass that finds nothing settles the watch, or ends it.
+func (x *watch) proof(window time.Duration) time.Time {
+	if !x.followed.IsZero() && !x.settled {
+		return x.followed.Add(proofAfter)
+	}
+	return x.opened.Add(window)
 }
 
 func roundUp(t time.Time) time.Time { return t.Add(grain - 1).Truncate(grain) }
@@ -386,12 +407,17 @@ func (w *watches) end(keys map[frontend.Key]bool, pass time.Time) (settled []set
 				}
 			}
 		}
-		if !x.fresh && !pass.Before(x.opened.Add(w.window)) {
+		if x.fresh || pass.Before(x.proof(w.window)) {
+			continue
+		}
+		if !x.settled {
 			s := settledWatch{key: k, Settled: Settled{After: pass.Sub(x.changed)}}
 			if x.lastStale.After(x.changed) {
 				s.Repaired = x.lastStale.Sub(x.changed)
 			}
 			settled = append(settled, s)
+		}
+		if x.settled = true; !pass.Before(x.opened.Add(w.window)) {
 			w.drop(k)
 		}
 	}

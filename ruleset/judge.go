@@ -511,6 +511,29 @@ func (j *Judge) To(d Destination) (*Outcome, []Step) {
 	return j.rules.Explain(Packet{Proto: d.Proto, Dst: d.Addr.Addr(), DstPort: d.Addr.Port()}, j.host)
 }
 
+// Outcome tells what the rules may do with a packet to a destination, wherever it
+// comes from.
+func (j *Judge) Outcome(d Destination) *Outcome {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if why := j.blind(); why != "" || !j.fresh() {
+		return &Outcome{Any: true, Why: cmp.Or(why, j.blind())}
+	}
+	j.host.Epoch()
+	return j.rules.Outcome(Packet{Proto: d.Proto, Dst: d.Addr.Addr(), DstPort: d.Addr.Port()}, j.host)
+}
+
+// See notes that rules have translated destinations, as Config.Seen does.
+func (j *Judge) See(list ...Destination) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for _, d := range list {
+		if len(j.seen) < maxSeen {
+			j.seen[seenKey(d.Proto, d.Addr)] = struct{}{}
+		}
+	}
+}
+
 // Explain judges a flow and tells the steps in words, one a line.
 func (j *Judge) Explain(f *conntrack.Flow) (Judgement, []string) {
 	j.mu.Lock()

@@ -1,6 +1,7 @@
 package ruleset
 
 import (
+	"context"
 	"fmt"
 	"slices"
 	"strings"
@@ -142,3 +143,18 @@ func (v *Verdicts) Most(proto uint8) frontend.Sweep { return v.Policy.Of(proto) 
 // Zones returns the zones that are judged: the default one alone, since a flow of
 // another may have met other rules.
 func (v *Verdicts) Zones() []uint16 { return []uint16{0} }
+
+// Reload is Judge.Reload.
+func (v *Verdicts) Reload(ctx context.Context) (Change, error) { return v.Rules.Reload(ctx) }
+
+// Err is Judge.Err.
+func (v *Verdicts) Err() error { return v.Rules.Err() }
+
+// Outcome is Judge.Outcome.
+func (v *Verdicts) Outcome(d Destination) *Outcome { return v.Rules.Outcome(d) }
+
+// Seen is Judge.Seen.
+func (v *Verdicts) Seen() []Destination { return v.Rules.Seen() }
+
+// See is Judge.See.
+func (v *Verdicts) See(list ...Destination) { v.Rules.See(list...) }

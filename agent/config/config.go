@@ -81,6 +81,7 @@ type Settling struct {
 	Window     time.Duration
 	FullPass   time.Duration // 0: never
 	WalkBudget float64       // share of one core
+	Rules      bool          // read the NAT rules
 }
 
 // Guards bound what a mistake of a source can do.
@@ -125,7 +126,7 @@ func Default() *Config {
 		Sweep:    frontend.DefaultPolicy,
 		Zones:    []uint16{0},
 		Families: []conntrack.Family{conntrack.IPv4, conntrack.IPv6},
-		Settling: Settling{Window: time.Minute, FullPass: 5 * time.Minute, WalkBudget: 0.1},
+		Settling: Settling{Window: time.Minute, FullPass: 5 * time.Minute, WalkBudget: 0.1, Rules: true},
 		Guards: Guards{
 			DeletesPerSecond: 20000,
 			ShrinkHold:       time.Minute,

@@ -73,11 +73,11 @@ host:
 		{"zones", "zones: [0, 65535]\n", func(c *Config) { c.Zones = []uint16{0, 65535} }},
 		{"families", "families: [ipv6]\n", func(c *Config) { c.Families = []conntrack.Family{conntrack.IPv6} }},
 		{"dry run", "dryRun: true\n", func(c *Config) { c.DryRun = true }},
-		{"settling at its least", "settling: {window: 5s, fullPass: 30s, walkBudget: 0.01}\n", func(c *Config) {
-			c.Settling = Settling{5 * time.Second, 30 * time.Second, 0.01}
+		{"settling at its least", "settling: {window: 5s, fullPass: 30s, walkBudget: 0.01, rules: false}\n", func(c *Config) {
+			c.Settling = Settling{5 * time.Second, 30 * time.Second, 0.01, false}
 		}},
 		{"settling at its most", "settling: {window: 60m, fullPass: 24h, walkBudget: 1}\n", func(c *Config) {
-			c.Settling = Settling{time.Hour, 24 * time.Hour, 1}
+			c.Settling = Settling{time.Hour, 24 * time.Hour, 1, true}
 		}},
 		{"window alone", "settling: {window: 1m30.5s}\n", func(c *Config) { c.Settling.Window = 90500 * time.Millisecond }},
 		{"no full pass", "settling: {window: 1h, fullPass: 0}\n", func(c *Config) {
@@ -471,6 +471,7 @@ func genConfig(t *rapid.T) *Config {
 		Settling: Settling{
 			Window:     duration(5*time.Second, time.Hour).Draw(t, "window"),
 			WalkBudget: rapid.Float64Range(0.01, 1).Draw(t, "walkBudget"),
+			Rules:      rapid.Bool().Draw(t, "rules"),
 		},
 		Guards: Guards{
 			DeletesPerSecond: rapid.IntRange(0, 1000000).Draw(t, "deletesPerSecond"),
@@ -537,6 +538,7 @@ func TestChanges(t *testing.T) {
 		{"settling.window", true, func(c *Config) { c.Settling.Window++ }},
 		{"settling.fullPass", true, func(c *Config) { c.Settling.FullPass++ }},
 		{"settling.walkBudget", true, func(c *Config) { c.Settling.WalkBudget = 1 }},
+		{"settling.rules", false, func(c *Config) { c.Settling.Rules = false }},
 		{"guards.deletesPerSecond", true, func(c *Config) { c.Guards.DeletesPerSecond++ }},
 		{"guards.shrinkHold", true, func(c *Config) { c.Guards.ShrinkHold++ }},
 		{"guards.shrinkMinimum", true, func(c *Config) { c.Guards.ShrinkMinimum++ }},

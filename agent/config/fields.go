@@ -129,6 +129,10 @@ var fields = []field{
 		"Share of one core, over a minute, that walks of the table may take. The first one after a "+
 			"change does not wait for it.",
 		func(c *Config) *float64 { return &c.Settling.WalkBudget }),
+	one("settling.rules", restart, boolean,
+		"Read the NAT rules, so that it is known whether the proxy has caught up: nothing is deleted that "+
+			"it would make again. Without, that goes by its commits and by time.",
+		func(c *Config) *bool { return &c.Settling.Rules }),
 
 	one("guards.deletesPerSecond", live, orZero(integer(1, 1000000), "no limit"),
 		"Flows that are deleted in a second, at most.",

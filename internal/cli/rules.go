@@ -10,8 +10,12 @@ import (
 	"io/fs"
 	"maps"
 	"os"
+	"path/filepath"
 	"slices"
+	"sync/atomic"
+	"time"
 
+	"github.com/flowsweep/flowsweep/agent/config"
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
 	"github.com/flowsweep/flowsweep/internal/docker"
@@ -71,18 +75,93 @@ func (in *inputs) readRules(ctx context.Context, policy frontend.Policy,
 		r.of = "network namespace " + in.netns
 	}
 	r.reload = func() (ruleset.Change, error) { return j.Reload(ctx) }
-	if in.netns == "" || os.Getenv(docker.HostEnv) != "" {
-		// Names are good to have, and nothing depends on them.
-		if c, err := docker.List(ctx); err == nil {
-			r.Owner = func(by ruleset.Rule, f *conntrack.Flow) string {
-				if by.Chain != "DOCKER" && by.Table != "docker-bridges" {
-					return ""
-				}
-				return c.Published(f.Proto, f.Orig.Dst, f.Orig.DstPort)
+	r.Owner = in.containers(ctx)
+	return r, nil
+}
+
+// rules reads the rules for an agent: to judge by, or only to know whether the
+// proxy has caught up, where what may be deleted does not matter.
+func (d *daemon) rules(ctx context.Context, in *inputs, byRules bool) (*ruleset.Verdicts, error) {
+	j, err := ruleset.NewJudge(ctx, ruleset.Config{NetNS: in.namespace()})
+	if err != nil {
+		return nil, fmt.Errorf("reading the NAT rules: %w", err)
+	}
+	v := &ruleset.Verdicts{
+		Rules: j, Families: d.cfg.Families,
+		Policy: frontend.Policy{UDP: frontend.All, TCP: frontend.All, SCTP: frontend.All},
+	}
+	if byRules {
+		v.Policy, v.Owner = d.cfg.Sweep, in.followContainers(ctx)
+		d.log.Info("no desired state is given; going by the NAT rules",
+			"rules", j.Rules().Size().Rules, "generation", j.Generation())
+	}
+	return v, nil
+}
+
+// nothingIn tells whether files are those of the default and there is none: then
+// nobody has given a desired state.
+func nothingIn(files []string) bool {
+	if len(files) > 0 && !slices.Equal(files, config.Default().Sources.Static.Files) {
+		return false
+	}
+	for _, dir := range files {
+		for _, ext := range []string{"yaml", "yml", "json"} {
+			if found, err := filepath.Glob(filepath.Join(dir, "*."+ext)); err != nil || len(found) > 0 {
+				return false
 			}
 		}
 	}
-	return r, nil
+	return true
+}
+
+// namesPause is the time between two questions for the containers.
+const namesPause = 30 * time.Second
+
+// followContainers is containers for a long time.
+func (in *inputs) followContainers(ctx context.Context) func(by ruleset.Rule, f *conntrack.Flow) string {
+	var now atomic.Pointer[func(by ruleset.Rule, f *conntrack.Flow) string]
+	ask := func() {
+		if names := in.containers(ctx); names != nil {
+			now.Store(&names)
+		}
+	}
+	ask()
+	go func() {
+		tick := time.NewTicker(namesPause)
+		defer tick.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-tick.C:
+				ask()
+			}
+		}
+	}()
+	return func(by ruleset.Rule, f *conntrack.Flow) string {
+		if names := now.Load(); names != nil {
+			return (*names)(by, f)
+		}
+		return ""
+	}
+}
+
+// containers returns what names the container that a flow goes to, nil where no
+// Docker engine answers. Names are good to have, and nothing depends on them.
+func (in *inputs) containers(ctx context.Context) func(by ruleset.Rule, f *conntrack.Flow) string {
+	if in.netns != "" && os.Getenv(docker.HostEnv) == "" {
+		return nil // another host's, as it were
+	}
+	c, err := docker.List(ctx)
+	if err != nil {
+		return nil
+	}
+	return func(by ruleset.Rule, f *conntrack.Flow) string {
+		if by.Chain != "DOCKER" && by.Table != "docker-bridges" {
+			return ""
+		}
+		return c.Published(f.Proto, f.Orig.Dst, f.Orig.DstPort)
+	}
 }
 
 // String tells by what flows are judged.

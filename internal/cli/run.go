@@ -293,19 +293,36 @@ func (d *daemon) run(ctx context.Context) error {
 		}
 		node = c.Node
 	}
-	if files := d.cfg.Sources.Static.Files; len(files) > 0 {
-		d.static = static.Watch(files, node)
-		sources = append(sources, d.static)
-	}
 	h := d.cfg.Host
 	d.host = host.New(host.Config{
 		NetNS: ns.namespace(), Include: h.Include, Exclude: excluded(h), Addresses: h.Addresses,
 	})
-	sources = append(sources, d.host)
-	d.agent = agent.New(agent.Options{
+	options := agent.Options{
 		Config: agentConfig(d.cfg), Conn: conn, Ruleset: agent.NewRuleset(gens, ns.namespace()),
-		Sources: sources, Log: d.log, Observers: observers, OnFlow: d.flow,
-	})
+		Log: d.log, Observers: observers, OnFlow: d.flow,
+	}
+	files := d.cfg.Sources.Static.Files
+	byRules := len(sources) == 0 && nothingIn(files)
+	if !byRules {
+		if len(files) > 0 {
+			d.static = static.Watch(files, node)
+			sources = append(sources, d.static)
+		}
+		options.Sources = append(sources, d.host)
+	}
+	if byRules || d.cfg.Settling.Rules {
+		judge, err := d.rules(ctx, &ns, byRules)
+		switch {
+		case err == nil:
+			defer judge.Rules.Close()
+			options.Rules = judge
+		case byRules:
+			return err
+		default:
+			d.log.Info("the NAT rules cannot be read; settling goes by commits and by time", "err", err)
+		}
+	}
+	d.agent = agent.New(options)
 	server := admin.New(admin.Options{
 		Agent: d.agent, Metrics: metrics, Log: d.log, Version: versionString(),
 		Table: func(ctx context.Context) (int, int, error) {

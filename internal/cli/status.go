@@ -181,10 +181,17 @@ func (t *statusPage) summary(s *agent.Status) {
 	if s.DryRun {
 		t.fact("dry run", "yes: nothing is deleted")
 	}
-	t.fact("frontends", "%d, and %s", s.Frontends, plural(s.Tombstones, "tombstone"))
-	if s.Settling == "generation" {
-		t.fact("settling", "by the ruleset's generation")
+	if s.ByRules {
+		t.fact("judging", "by the NAT rules: no desired state is given")
 	} else {
+		t.fact("frontends", "%d, and %s", s.Frontends, plural(s.Tombstones, "tombstone"))
+	}
+	switch s.Settling {
+	case "rules":
+		t.fact("settling", "by the NAT rules")
+	case "generation":
+		t.fact("settling", "by the ruleset's generation")
+	default:
 		t.fact("settling", "by time: commits to the rules cannot be seen")
 	}
 	if p := s.LastPass; p != nil {
