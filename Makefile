@@ -22,7 +22,7 @@ HELM := $(E2E)/helm
 IMAGE ?= flowsweep:$(VERSION)
 export GOLANGCI_LINT_CACHE := $(BIN)/lint-cache
 
-.PHONY: help build test race cover lint fmt fuzz bench cross package differential e2e-tools e2e kernels chart render image clean
+.PHONY: help build test race cover lint fmt fuzz bench cross package differential e2e-tools e2e engines kernels chart render image clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,8 +62,10 @@ differential: ## what the ruleset package predicts against the kernel, for DIFFE
 	FLOWSWEEP_DIFFERENTIAL_FOR=$(or $(DIFFERENTIAL),10m) \
 		$(GO) test -count=1 -timeout 1h -v -run TestDifferential ./ruleset
 
-bench: ## each micro-benchmark once (BENCHTIME=1s to measure)
+bench: build ## each micro-benchmark once (BENCHTIME=1s to measure), and bench/ on a small table
 	$(GO) test -run '^$$' -bench . -benchmem -benchtime $(BENCHTIME) ./...
+	$(GO) -C bench test -count=1 ./...
+	$(GO) -C bench run . -flowsweep $(BIN)/flowsweep -parts table,latency -sizes 10000 -runs 1
 
 cross: ## build and vet for PLATFORMS
 	@for p in $(PLATFORMS); do \
@@ -81,6 +83,9 @@ e2e-tools: ## bin/e2e: etcd, kube-apiserver, kube-proxy, kubectl and helm (minut
 
 e2e: e2e-tools build ## the agent beside a real control plane and kube-proxy (root)
 	$(GO) test -tags e2e -count=1 -timeout 30m -parallel 5 -v $(TESTFLAGS) ./test/e2e
+
+engines: build ## the judgement by rules beside Docker, Podman and a router (root)
+	$(GO) test -tags engines -count=1 -timeout 20m -v $(TESTFLAGS) ./test/engines
 
 kernels: ## the kernel tests on Debian's kernels, under emulation (minutes)
 	$(GO) test -tags kernels -count=1 -timeout 30m -v $(TESTFLAGS) ./test/kernels

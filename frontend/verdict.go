@@ -37,7 +37,7 @@ const (
 	AwaitingBackend                 // "awaiting-backends": untranslated, and nothing to translate it to
 	UncertainAddr                   // "uncertain-address": the proxy may not serve node ports there
 	ByPolicy                        // "policy": stale, but its protocol is not to be cut
-	Unconfirmed                     // by the agent: stale if it stays so for a moment
+	Unconfirmed                     // by the agent: not deleted until it is certain, or worth it
 	Unpredictable                   // by rules: what they do with it cannot be told exactly
 	UnknownTranslator               // "unknown-translator": what translated it may be no rule
 	BackendGone                     // Delete: translated to what is no valid backend
