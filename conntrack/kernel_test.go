@@ -365,6 +365,27 @@ func TestDeleteSparesSuccessor(t *testing.T) {
 	}
 }
 
+// A flow may be translated without the DST_NAT bit: one that was created over
+// netlink with the reply tuple that a translation gives. So the bit narrows no
+// pass.
+func TestTranslatedWithoutDstNAT(t *testing.T) {
+	c := table(t)
+	fill(t, c, numbered(IPv4, UDP, 1))
+	n := 0
+	for f, err := range c.Dump(t.Context(), Filter{Family: IPv4, Proto: UDP}) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		n++
+		if !f.Translated() || f.Status&StatusDstNAT != 0 {
+			t.Errorf("%s: translated %t, status %#x", f, f.Translated(), f.Status)
+		}
+	}
+	if n != 1 {
+		t.Errorf("%d flows, want 1", n)
+	}
+}
+
 func TestDelete(t *testing.T) {
 	c := table(t)
 	ctx := t.Context()
