@@ -167,7 +167,14 @@ func (a *Agent) follows(k frontend.Key) (s following) {
 				f := conntrack.Flow{Family: conntrack.FamilyOf(addr), Proto: k.Proto}
 				f.Orig.Dst, f.Orig.DstPort = addr, uint16(port)
 				f.Reply.Src, f.Reply.SrcPort = to.Addr(), to.Port()
-				if v := a.table.Judge(&f); v.Action == frontend.Delete && !s.behind {
+				v := a.table.Judge(&f)
+				if v.Action != frontend.Delete {
+					continue
+				}
+				if to == dst { // or what translates is no rule: eBPF, a userland proxy
+					return following{}
+				}
+				if !s.behind {
 					s.behind, s.to, s.owner, s.kind, s.rule, s.text = true, to, v.Owner, v.Kind, o.By, o.String()
 				}
 			}

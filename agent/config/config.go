@@ -168,10 +168,6 @@ func (e *Error) Unwrap() error { return e.Err }
 // check finds what single fields do not show.
 func (c *Config) check(fail func(path string, err error)) {
 	s, a := &c.Settling, &c.Admin
-	if len(c.Sources.Static.Files) == 0 && !c.Sources.Kubernetes.Enabled {
-		fail("sources", errors.New("there is none; set sources.kubernetes.enabled, "+
-			"or give files or directories in sources.static.files"))
-	}
 	if s.FullPass > 0 && s.Window >= s.FullPass {
 		fail("settling.window", fmt.Errorf("must be shorter than settling.fullPass (%s), "+
 			"or full passes follow each other while anything is unsettled", formatDuration(s.FullPass)))

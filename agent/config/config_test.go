@@ -70,6 +70,8 @@ host:
 			c.Sweep = frontend.Policy{UDP: frontend.Unreplied, TCP: frontend.Off, SCTP: frontend.All}
 		}},
 		{"sweep, in part", "sweep: {tcp: all}\n", func(c *Config) { c.Sweep.TCP = frontend.All }},
+		{"no source: by the NAT rules", "sources: {}\n", func(c *Config) { c.Sources.Static.Files = nil }},
+		{"no files", "sources: {static: {files: []}}\n", func(c *Config) { c.Sources.Static.Files = nil }},
 		{"zones", "zones: [0, 65535]\n", func(c *Config) { c.Zones = []uint16{0, 65535} }},
 		{"families", "families: [ipv6]\n", func(c *Config) { c.Families = []conntrack.Family{conntrack.IPv6} }},
 		{"dry run", "dryRun: true\n", func(c *Config) { c.DryRun = true }},
@@ -154,7 +156,6 @@ func TestDecodeErrors(t *testing.T) {
 			`in:3: log: must be a mapping, not "info"`,
 			"in:4: admin: must be a mapping, not a list",
 			`in:5: sources.static: must be a mapping, not "x"`,
-			"in:5: sources: there is none; set sources.kubernetes.enabled, or give files or directories in sources.static.files",
 		}},
 		{"all at once, in order", "zones: [x]\ndryRun: 7\nsettling:\n  walkBudget: 2\n  window: 1s\n", []string{
 			`in:3: zones[0]: must be 0 to 65535, not "x"`,
@@ -230,12 +231,6 @@ func TestDecodeErrors(t *testing.T) {
 			`in:3: admin.metricsListen: "localhost:1" is not IP:port, such as 127.0.0.1:9633, [::1]:9633 or, for every address, [::]:9633`,
 		}},
 
-		{"no source", "sources: {}\n", []string{
-			"in:3: sources: there is none; set sources.kubernetes.enabled, or give files or directories in sources.static.files",
-		}},
-		{"no files", "sources: {static: {files: []}}\n", []string{
-			"in:3: sources: there is none; set sources.kubernetes.enabled, or give files or directories in sources.static.files",
-		}},
 		{"files that are none: said once", "sources: {static: {files: /a}}\n", []string{
 			`in:3: sources.static.files: must be a list, not "/a"`,
 		}},
@@ -606,8 +601,7 @@ settling.walkBudget: must be 0.01 to 1, not NaN
 guards.shrinkHold: must be 1s to 1h, or 0: no hold, not -1ns
 guards.shrinkMinimum: must be 1 to 1000000, not 0
 log.level: must be debug, info, warn or error, not "INFO+1"
-log.format: must be text or json, not ""
-sources: there is none; set sources.kubernetes.enabled, or give files or directories in sources.static.files`},
+log.format: must be text or json, not ""`},
 		{"elements", func(c *Config) {
 			c.Sources.Static.Files = []string{"a", "\xff"}
 			c.Families = []conntrack.Family{7}

@@ -31,7 +31,7 @@ type field struct {
 
 // sections are the comments on what has fields of its own.
 var sections = map[string]string{
-	"sources":            "Where the desired state comes from. A source that is not named here is off.",
+	"sources":            "Where the desired state comes from. A source that is not named here is off. Without any, it is the NAT rules of the network namespace.",
 	"sources.kubernetes": "An API server's Services, EndpointSlices, this host's Node and, where wanted, Pods and ServiceCIDRs.",
 	"sources.static":     "Files: FrontendList and Kubernetes objects, mixed at will.",
 	"host":               "This host's own addresses, which node ports, host ports and \"*\" stand for.",

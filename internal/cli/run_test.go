@@ -5,6 +5,7 @@ package cli
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -21,6 +22,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flowsweep/flowsweep/agent"
+	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/internal/testnet"
 	"github.com/flowsweep/flowsweep/internal/testnet/nstest"
 )
@@ -472,5 +475,51 @@ func TestRunWithoutKubeconfig(t *testing.T) {
 				t.Errorf("exit %d: %s, want %s", code, &stderr, tc.want)
 			}
 		})
+	}
+}
+
+// Without a desired state the rules alone tell: a sender whose rule now leads
+// elsewhere is repaired, one that is right is not touched.
+func TestRunByRules(t *testing.T) {
+	n := newNode(t)
+	n.write("agent.yaml", fmt.Sprintf(`apiVersion: flowsweep.dev/v1alpha1
+kind: AgentConfiguration
+sources: {static: {files: []}}
+stateFile: %q
+log: {level: debug, auditFile: %q}
+admin: {listen: "127.0.0.1:9633"}
+`, n.path("state.json"), n.path("audit.jsonl")))
+	client := n.net.Leaf("client")
+	moved := nstest.Send(t, client, netip.AddrPort{}, n.vip, 20*time.Millisecond)
+	n.answered(moved, n.backends[0])
+	n.start()
+	n.ready()
+	other := netip.AddrPortFrom(netip.MustParseAddr("203.0.113.11"), 53)
+	forward := func(first netip.AddrPort) {
+		t.Helper()
+		must(t, n.net.Router.SetNAT(
+			testnet.Forward{Proto: conntrack.UDP, Dst: n.vip, Backends: []netip.AddrPort{first}},
+			testnet.Forward{Proto: conntrack.UDP, Dst: other, Backends: []netip.AddrPort{n.backends[1]}}))
+	}
+	forward(n.backends[0])
+	right := nstest.Send(t, client, netip.AddrPort{}, other, 20*time.Millisecond)
+	n.answered(right, n.backends[1])
+	before := flowTo(t, n.net.Router, other)
+	forward(n.backends[1])
+	n.answered(moved, n.backends[1])
+	if after := flowTo(t, n.net.Router, other); after.ID != before.ID {
+		t.Errorf("the right flow was deleted:\n%s\n%s", &before, &after)
+	}
+	code, status := n.get("/statusz")
+	var s agent.Status
+	if err := json.Unmarshal([]byte(status), &s); err != nil || code != http.StatusOK || !s.ByRules || s.Settling != "rules" {
+		t.Errorf("%d %v\n%s", code, err, status)
+	}
+	if err := n.end(syscall.SIGTERM); err != nil {
+		t.Errorf("%v\n%s", err, n.stderr)
+	}
+	state, err := os.ReadFile(n.path("state.json"))
+	if err != nil || !strings.Contains(string(state), `"addr":"203.0.113.10:53"`) {
+		t.Errorf("%v: the state file does not tell of the destination: %s", err, state)
 	}
 }
