@@ -401,13 +401,14 @@ func (a *Agent) refill(now time.Time) {
 }
 
 // run makes one pass. It holds no lock while the kernel works.
-func (a *Agent) run(ctx context.Context, j *job) Pass {
-	p := Pass{Full: j.full, Start: j.start}
+func (a *Agent) run(ctx context.Context, j *job) (p Pass) {
+	p = Pass{Full: j.full, Start: j.start}
 	var scoper sweep.Scoper = a.table
 	var judge sweep.Judge = cautious{a, j}
 	late := false // the rules are read after the pass
 	switch {
 	case a.byRules:
+		defer func() { a.keep(j, p.Err) }()
 		if p.Err = a.readForPass(ctx, j); p.Err != nil {
 			return p
 		}
@@ -452,10 +453,7 @@ func (a *Agent) run(ctx context.Context, j *job) Pass {
 		a.foundStale(j, f, v)
 	}
 	p.Report, p.Err = s.Run(ctx, plan)
-	switch {
-	case a.byRules:
-		a.interrupted(j)
-	case late:
+	if late {
 		a.readRules(ctx, j.gen) // the wide pass that follows a commit goes by them
 	}
 	for c, n := range counts {

@@ -299,7 +299,7 @@ type alone struct {
 	moving     uint32    // the latest one known
 	moved      time.Time // when it was noticed
 	since      time.Time // the first that no pass has seen
-	again      bool      // the last pass was interrupted
+	again      bool      // the last pass is to be made again
 	pending    look      // what that was to look at
 	proof      look      // what is to be looked at once more, at proofAt
 	proofAt    time.Time
@@ -404,14 +404,14 @@ func (a *Agent) readForPass(ctx context.Context, j *job) error {
 	return nil
 }
 
-// interrupted keeps what a pass was about whose rules changed under it.
-func (a *Agent) interrupted(j *job) {
+// keep keeps what a pass was about that failed, or whose rules changed under it.
+func (a *Agent) keep(j *job, err error) {
 	stale := errors.Is(a.exact.Err(), ruleset.ErrStale)
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.saved.dirty = true // flows may have shown more of what rules translate
 	a.alone.candidates.forget(j.start.Add(-2 * goneAfter))
-	if !stale {
+	if err == nil && !stale {
 		return
 	}
 	a.alone.pending.change.Add(j.change)

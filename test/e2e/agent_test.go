@@ -23,15 +23,33 @@ const (
 	adminAddr  = "127.0.0.1:9633"
 )
 
+// settling is how an agent knows that the proxy has caught up, as its status tells it.
+type settling string
+
+const (
+	byRules settling = "rules"      // by what the NAT rules can still do
+	byTime  settling = "generation" // by time, and by the commits of rules
+	noAgent settling = ""
+)
+
 // agent is flowsweep as the DaemonSet runs it, with the rights of its ServiceAccount.
 type agent struct {
 	*process
-	c     *cluster
-	audit string
+	c       *cluster
+	settles settling
+	audit   string
+}
+
+// settling tells how an agent settles; a nil agent is kube-proxy alone.
+func (a *agent) settling() settling {
+	if a == nil {
+		return noAgent
+	}
+	return a.settles
 }
 
 // startAgent starts flowsweep and waits until it is ready.
-func (c *cluster) startAgent(t testing.TB, token string) *agent {
+func (c *cluster) startAgent(t testing.TB, token string, by settling) *agent {
 	t.Helper()
 	c.file(t, "agent.token", token)
 	c.file(t, "agent.kubeconfig", c.kubeconfig("agent.token"))
@@ -44,17 +62,17 @@ func (c *cluster) startAgent(t testing.TB, token string) *agent {
 	// Cases follow each other as fast as they can, on a machine that has several control planes to
 	// run: the share of a core that walks may take is no part of what is tried here.
 	const walkBudget = 1
-	a := &agent{c: c, audit: c.path("audit.jsonl")}
+	a := &agent{c: c, settles: by, audit: c.path("audit.jsonl")}
 	c.file(t, "agent.yaml", fmt.Sprintf(`apiVersion: flowsweep.dev/v1alpha1
 kind: AgentConfiguration
 sources: {kubernetes: {enabled: true, kubeconfig: %q}}
 host: {nodePortAddresses: %s}
-settling: {window: %s, walkBudget: %d}
+settling: {window: %s, walkBudget: %d, rules: %t}
 guards: {shrinkHold: %s, shrinkMinimum: 5}
 stateFile: %q
 log: {level: debug, auditFile: %q}
 admin: {listen: %q}
-`, c.path("agent.kubeconfig"), nodePortAddresses, window, walkBudget, shrinkHold, c.path("state.json"),
+`, c.path("agent.kubeconfig"), nodePortAddresses, window, walkBudget, by == byRules, shrinkHold, c.path("state.json"),
 		a.audit, adminAddr))
 	a.start(t)
 	return a
@@ -67,6 +85,20 @@ func (a *agent) start(t testing.TB) {
 	eventually(t, time.Minute, "flowsweep is ready", func() error {
 		_, err := a.c.get("http://" + adminAddr + "/readyz")
 		return err
+	})
+	if got := a.status(t).Settling; got != string(a.settles) {
+		t.Errorf("flowsweep settles by %q, want %q", got, a.settles)
+	}
+}
+
+// rests waits until nothing is unsettled, its start included.
+func (a *agent) rests(t testing.TB) {
+	t.Helper()
+	eventually(t, time.Minute, "all is settled", func() error {
+		if s := a.status(t); s.UnsettledTotal > 0 {
+			return fmt.Errorf("%+v", s.Unsettled)
+		}
+		return nil
 	})
 }
 

@@ -84,6 +84,7 @@ type cluster struct {
 	dir                string
 	node, client, pods *testnet.NS
 	flows              *conntrack.Conn
+	judges             *judges
 	commits            *commits
 
 	processes       []*process // all that were ever started
@@ -134,6 +135,7 @@ func newCluster(t testing.TB) *cluster {
 		},
 	}
 	t.Cleanup(c.http.CloseIdleConnections)
+	c.judges = newJudges(t, c)
 	c.startControlPlane(t)
 
 	config := &rest.Config{

@@ -23,7 +23,7 @@ func deployment(t *testing.T) {
 	var backends int
 
 	t.Run("as the DaemonSet says", func(t *testing.T) {
-		s := &scene{T: t, cluster: c, pace: pace, next: &backends}
+		s := c.scene(t, &backends)
 		p := s.startPod()
 		defer p.stop(s)
 		s.readyz()
@@ -42,7 +42,7 @@ func deployment(t *testing.T) {
 	})
 
 	t.Run("without the right to read Pods", func(t *testing.T) {
-		s := &scene{T: t, cluster: c, pace: pace, next: &backends}
+		s := c.scene(t, &backends)
 		s.editRole(func(r *rbacv1.PolicyRule) {
 			r.Resources = slices.DeleteFunc(r.Resources, func(name string) bool { return name == "pods" })
 		})

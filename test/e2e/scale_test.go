@@ -34,7 +34,7 @@ const (
 func scale(t *testing.T, r *report) {
 	c := newCluster(t)
 	var backends int
-	s := &scene{T: t, cluster: c, pace: pace, next: &backends}
+	s := c.scene(t, &backends)
 	limit := c.daemon.Spec.Template.Spec.Containers[0].Resources.Limits.Memory().Value()
 
 	began := time.Now()
@@ -52,7 +52,7 @@ func scale(t *testing.T, r *report) {
 	c.commits.quiet(3 * time.Second)
 
 	began = time.Now()
-	a := c.startAgent(t, c.takeToken(t))
+	a := c.startAgent(t, c.takeToken(t), byRules)
 	ready := time.Since(began)
 	time.Sleep(window + 2*time.Second) // its start is settled
 	idleFrom, idle := a.cpu(t), 5*time.Second

@@ -58,6 +58,18 @@ type scene struct {
 
 	begun   time.Time
 	changed time.Time
+
+	// What the judges are to say of flows.
+	differences map[flowKey]difference
+	stale       map[flowKey]bool // left by kube-proxy
+}
+
+// scene returns a case that is yet to be played.
+func (c *cluster) scene(t *testing.T, backends *int) *scene {
+	return &scene{
+		T: t, cluster: c, pace: pace, next: backends,
+		differences: map[flowKey]difference{}, stale: map[flowKey]bool{},
+	}
 }
 
 // backend is a pod, with an address of each family.
@@ -359,10 +371,12 @@ func (s *scene) flow(st *stream, i int) (conntrack.Flow, bool) {
 	return f, ok
 }
 
-// change makes a change, when kube-proxy has rested, and notes the time at which it was done.
+// change makes a change, when kube-proxy has rested and the judges are compared, and notes the time at
+// which it was done.
 func (s *scene) change(do func()) {
 	s.Helper()
 	s.commits.quiet(proxyRest)
+	s.compare()
 	s.begun = time.Now()
 	do()
 	s.changed = time.Now()
@@ -422,13 +436,15 @@ func (s *scene) expectAll(within time.Duration, list ...want) {
 			switch {
 			case s.left(w) && o.right:
 				s.Errorf("%s: kube-proxy alone has repaired it, after %s", what, o.took)
+			case s.left(w):
+				s.stale[w.stream.key(j)] = true
 			case !s.left(w) && !o.right:
 				flow, ok := s.flow(w.stream, j)
 				s.Errorf("%s: not repaired within %s; flow (%t): %s", what, within, ok, flow.String())
 			}
 		}
 		s.report.add(s.key, w.stream.what, measure{
-			alone: s.agent == nil, outcomes: outcomes[i], rules: rules.Sub(s.changed),
+			by: s.agent.settling(), outcomes: outcomes[i], rules: rules.Sub(s.changed),
 		})
 	}
 }
@@ -590,6 +606,6 @@ func (s *scene) stays(kubeProxy manners, streams ...*stream) {
 				did = append(did, "touched")
 			}
 		}
-		s.report.add(s.key, st.what, measure{alone: s.agent == nil, did: strings.Join(did, " / ")})
+		s.report.add(s.key, st.what, measure{by: s.agent.settling(), did: strings.Join(did, " / ")})
 	}
 }
