@@ -308,7 +308,8 @@ func (d *daemon) run(ctx context.Context) error {
 			d.static = static.Watch(files, node)
 			sources = append(sources, d.static)
 		}
-		options.Sources = append(sources, d.host)
+		sources = append(sources, d.host)
+		options.Sources = sources
 	}
 	if byRules || d.cfg.Settling.Rules {
 		judge, err := d.rules(ctx, &ns, byRules)
