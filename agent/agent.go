@@ -404,7 +404,9 @@ func (a *Agent) refill(now time.Time) {
 func (a *Agent) run(ctx context.Context, j *job) (p Pass) {
 	p = Pass{Full: j.full, Start: j.start}
 	var scoper sweep.Scoper = a.table
-	var judge sweep.Judge = cautious{a, j}
+	a.mu.Lock()
+	var judge sweep.Judge = cautious{a, j, len(a.doubts) > 0}
+	a.mu.Unlock()
 	late := false // the rules are read after the pass
 	switch {
 	case a.byRules:
@@ -477,7 +479,9 @@ const coalesce = 20 * time.Millisecond
 // rest accounts for a pass that has walked for so long. Where changes come
 // without end and have used up the budget, their passes take a quarter of a core.
 func (a *Agent) rest(start time.Time, walked time.Duration) {
-	a.budget -= walked.Seconds()
+	if a.ready { // the pass at the start happens once
+		a.budget -= walked.Seconds()
+	}
 	a.nextPass = start.Add(coalesce)
 	if t := a.now().Add(3 * walked); a.budget <= 0 && t.After(a.nextPass) {
 		a.nextPass = t

@@ -30,14 +30,13 @@ type doubt struct {
 type doubts map[doubt]struct{ first, last time.Time }
 
 // confirmed notes a translation that a pass has found to be wrong, and tells
-// whether it was so for some time before. What was not looked at for longer may
-// have been right meanwhile.
+// whether it was so for some time before.
 func (d doubts) confirmed(x doubt, pass time.Time, after time.Duration) bool {
 	seen, ok := d[x]
 	if !ok && len(d) >= mostDoubts {
 		return false
 	}
-	if !ok || pass.Sub(seen.last) > 30*after {
+	if !ok {
 		seen.first = pass
 	}
 	seen.last = pass
@@ -58,12 +57,19 @@ func (d doubts) forget(before time.Time) {
 type cautious struct {
 	*Agent
 	job *job
+	// doubting: some translation is in doubt.
+	doubting bool
 }
 
 // Judge implements sweep.Judge.
 func (c cautious) Judge(f *conntrack.Flow) frontend.Verdict {
 	v := c.table.Judge(f)
 	if v.Action != frontend.Delete {
+		if c.doubting && v.Reason == frontend.Serving {
+			c.mu.Lock()
+			delete(c.doubts, doubt{flowKey(f), netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort)})
+			c.mu.Unlock()
+		}
 		return v
 	}
 	switch c.rules(f) {

@@ -247,7 +247,7 @@ func (c cautious) rules(f *conntrack.Flow) may {
 	}
 	v := c.exact.Judge(f)
 	switch {
-	case v.Reason == frontend.Serving:
+	case v.Reason == frontend.Serving, v.Reason == frontend.NoFrontend: // the latter is untranslated
 		return always
 	case v.Action == frontend.Delete:
 		return never

@@ -244,7 +244,12 @@ func (w *world) Delete(_ context.Context, flows ...conntrack.Flow) (r conntrack.
 		if w.right(&now) {
 			w.fail("%s: deleted a flow that is right: %s", time.Now().Format(time.TimeOnly), &now)
 		}
-		if to := now.Reply.Src.As4()[3]; w.exact && slices.Contains(w.rules[int(now.Orig.Dst.As4()[3])], to) && now.Translated() {
+		backends := w.rules[int(now.Orig.Dst.As4()[3])]
+		again := slices.Contains(backends, now.Reply.Src.As4()[3])
+		if !now.Translated() {
+			again = len(backends) == 0
+		}
+		if w.exact && again {
 			w.fail("%s: deleted a flow that the rules make again: %s", time.Now().Format(time.TimeOnly), &now)
 		}
 		delete(w.flows, f.Orig)

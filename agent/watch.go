@@ -64,6 +64,8 @@ type watch struct {
 	lastPass  time.Time
 	lastGen   uint32
 	wideAt    time.Time     // when the wide pass after a commit is due; zero: none
+	doubted   bool          // that is the second look at something that was in doubt
+	looked    bool          // twice, since the change
 	timed     time.Duration // interval to the next pass by time
 	returning map[netip.AddrPort]*returning
 	disagrees *Disagreement
@@ -169,6 +171,7 @@ func (w *watches) open(k frontend.Key, now time.Time) *watch {
 		x.unasked, x.changed = false, now
 	}
 	x.opened, x.fresh, x.answered, x.timed = now, true, false, timedFirst
+	x.doubted, x.looked = false, false
 	x.followed, x.behind, x.settled = time.Time{}, time.Time{}, false
 	w.fresh[k], w.lastOpened = x, now
 	return x
@@ -189,6 +192,7 @@ func (w *watches) postpone(k frontend.Key, pass time.Time, pause time.Duration) 
 	w.restart(x, pass)
 	if !x.wideAt.After(pass) {
 		x.wideAt = pass.Add(pause)
+		x.doubted = !x.looked
 	}
 }
 
@@ -246,7 +250,7 @@ func roundUp(t time.Time) time.Time { return t.Add(grain - 1).Truncate(grain) }
 type look struct {
 	change frontend.Change
 	keys   map[frontend.Key]bool // the watches that it serves, and whether it is wide for them
-	urgent bool                  // a change that no pass has looked at, or the first commit since one
+	urgent bool                  // a change that no pass has looked at, the first commit since one, or a second look
 	full   bool                  // at everything
 }
 
@@ -269,7 +273,7 @@ func (w *watches) next(now time.Time, gen uint32, trusted bool) (l look, at time
 			w.at = now // until a pass begins
 		}
 		l.keys[k] = wide
-		l.urgent = l.urgent || x.fresh || !x.answered && gen != x.lastGen
+		l.urgent = l.urgent || x.fresh || !x.answered && gen != x.lastGen || wide && x.doubted
 		switch {
 		case k == everything:
 			l.full = true
@@ -314,7 +318,8 @@ func (w *watches) begin(keys map[frontend.Key]bool, now time.Time, gen uint32) {
 		}
 		switch {
 		case wide:
-			x.wideAt = time.Time{}
+			x.looked = x.looked || x.doubted
+			x.wideAt, x.doubted = time.Time{}, false
 		case gen != x.lastGen && !x.lastPass.IsZero() && x.wideAt.IsZero():
 			x.wideAt = now.Add(wideAfter)
 		}

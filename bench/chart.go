@@ -81,7 +81,7 @@ func (r *results) chart(o *options, file string) error {
 		p.Legend.Add(k.name, thumb{draw.GlyphStyle{Color: k.color, Radius: vg.Points(4), Shape: draw.BoxGlyph{}}})
 	}
 	p.Legend.Top, p.Legend.Padding = true, vg.Points(4)
-	p.X.Min, p.X.Max = p.X.Min*0.8, p.X.Max*1.3
+	p.X.Min, p.X.Max = p.X.Min*0.8, p.X.Max*4 // room for the legend
 	p.Y.Min, p.Y.Max = -0.7, float64(len(rows))-0.3
 	sans := func(s *text.Style) { s.Font.Variant, s.Font.Size = "Sans", font.Points(9) }
 	for _, s := range []*text.Style{&p.X.Label.TextStyle, &p.X.Tick.Label, &p.Y.Tick.Label, &p.Legend.TextStyle} {
