@@ -117,6 +117,7 @@ type Agent struct {
 	beat      time.Time // the loop's last turn
 	trusted   bool      // as of then, whether the ruleset's generation is
 	told      bool      // what the rules do was known when they were read last
+	untold    string    // why it was not
 	ready     bool      // all sources complete and a first pass done
 	lastFull  time.Time
 	lastPass  *Pass

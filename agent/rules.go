@@ -109,7 +109,10 @@ func (a *Agent) noteFailed(err error, so string) {
 	s.failed = err
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.told = err == nil
+	a.told, a.untold = err == nil, ""
+	if err != nil {
+		a.untold = err.Error()
+	}
 }
 
 // compare compares the frontends of a job with the rules, before its pass begins.

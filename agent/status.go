@@ -20,6 +20,8 @@ type Status struct {
 	Sources    []SourceStatus `json:"sources"`
 	Settling   string         `json:"settling"`  // by "rules", "generation" or "time"
 	Unsettled  []Unsettled    `json:"unsettled"` // 1000 at most
+	// RulesFault tells why what the NAT rules do cannot be told.
+	RulesFault string `json:"rulesFault,omitempty"`
 	// UnsettledTotal is how many there are.
 	UnsettledTotal int             `json:"unsettledTotal"`
 	Disagrees      []*Disagreement `json:"rulesetDisagrees"`
@@ -72,7 +74,7 @@ func (a *Agent) Status() Status {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	s := Status{
-		Time: a.now(), Started: a.started, Ready: a.ready, DryRun: a.cfg.DryRun, ByRules: a.byRules,
+		Time: a.now(), Started: a.started, Ready: a.ready, DryRun: a.cfg.DryRun, ByRules: a.byRules, RulesFault: a.untold,
 		Frontends: frontends, Tombstones: tombstones,
 		Settling: "time", LastFull: a.lastFull, Failures: a.failures,
 		Unsettled: []Unsettled{}, Disagrees: []*Disagreement{},

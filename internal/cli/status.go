@@ -181,15 +181,19 @@ func (t *statusPage) summary(s *agent.Status) {
 	if s.DryRun {
 		t.fact("dry run", "yes: nothing is deleted")
 	}
-	if s.ByRules {
+	switch {
+	case s.ByRules && s.RulesFault != "":
+		t.fact("judging", "nothing: %s", s.RulesFault)
+	case s.ByRules:
 		t.fact("judging", "by the NAT rules: no desired state is given")
-	} else {
+	default:
 		t.fact("frontends", "%d, and %s", s.Frontends, plural(s.Tombstones, "tombstone"))
 	}
-	switch s.Settling {
-	case "rules":
+	switch {
+	case s.ByRules:
+	case s.Settling == "rules":
 		t.fact("settling", "by the NAT rules")
-	case "generation":
+	case s.Settling == "generation":
 		t.fact("settling", "by the ruleset's generation")
 	default:
 		t.fact("settling", "by time: commits to the rules cannot be seen")
@@ -258,6 +262,9 @@ func (t *statusPage) rows(head []string, rows [][]string, more func(i int)) {
 }
 
 func (t *statusPage) sources(s *agent.Status) {
+	if len(s.Sources) == 0 {
+		return
+	}
 	var rows [][]string
 	for _, src := range s.Sources {
 		var state []string
@@ -291,7 +298,7 @@ func (t *statusPage) sources(s *agent.Status) {
 
 func (t *statusPage) unsettled(s *agent.Status) {
 	if len(s.Unsettled) == 0 {
-		if s.Ready {
+		if s.Ready && !s.ByRules {
 			t.WriteString("\nevery frontend is settled\n")
 		}
 		return

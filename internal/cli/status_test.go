@@ -99,7 +99,13 @@ func statuses() map[string]agent.Status {
 		Frontend: "[2001:db8::10]:53/UDP", Owner: long + "\x1b[2J", Backend: netip.MustParseAddrPort("[2001:db8:2::19]:53"),
 		Since: now.Add(time.Hour), Passes: 3, Evidence: "udp 17 29 src=2001:db8::1",
 	}}
-	return map[string]agent.Status{"well": well, "busy": busy, "starting": starting, "wide": wide}
+	rules := well
+	rules.ByRules, rules.Settling, rules.Frontends, rules.Tombstones, rules.Sources = true, "rules", 0, 0, nil
+	blind := rules
+	blind.Settling, blind.RulesFault = "time", "iptables-legacy has NAT rules, which are not read"
+	return map[string]agent.Status{
+		"well": well, "busy": busy, "starting": starting, "wide": wide, "rules": rules, "blind": blind,
+	}
 }
 
 func TestStatusText(t *testing.T) {
