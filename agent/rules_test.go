@@ -272,6 +272,25 @@ func TestExactDisagreement(t *testing.T) {
 	})
 }
 
+// That holds where there is no flow: the frontend is not settled, and the
+// disagreement ends with the rules that follow.
+func TestExactDisagreementWithoutFlows(t *testing.T) {
+	exactly(t, func(r *simRun, a *Agent, _ *observed) {
+		r.truth[1] = []byte{2}
+		r.w.commit(1, []byte{1})
+		r.tell(1)
+		time.Sleep(5*simWindow + time.Second)
+		if s := a.Status(); len(s.Disagrees) != 1 || s.UnsettledTotal != 1 {
+			t.Errorf("%d disagreements, %d unsettled, want 1 and 1", len(s.Disagrees), s.UnsettledTotal)
+		}
+		r.w.commit(1, []byte{2})
+		time.Sleep(proofAfter + 2*time.Second)
+		if s := a.Status(); len(s.Disagrees) != 0 || s.UnsettledTotal != 0 {
+			t.Errorf("%d disagreements, %d unsettled, want none", len(s.Disagrees), s.UnsettledTotal)
+		}
+	})
+}
+
 // Without a source the rules are what is desired, also of before a restart.
 func TestByRules(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

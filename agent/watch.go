@@ -415,6 +415,10 @@ func (w *watches) end(keys map[frontend.Key]bool, pass time.Time) (settled []set
 		if x.fresh || pass.Before(x.proof(w.window)) {
 			continue
 		}
+		if !x.behind.IsZero() { // whether or not there are flows
+			w.restart(x, pass)
+			continue
+		}
 		if !x.settled {
 			s := settledWatch{key: k, Settled: Settled{After: pass.Sub(x.changed)}}
 			if x.lastStale.After(x.changed) {

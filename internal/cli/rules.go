@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -42,6 +43,7 @@ type rules struct {
 
 	// Of the present pass.
 	changed bool          // flows that were judged may be stale by now
+	kube    bool          // some are stale by kube-proxy's rules
 	doubts  map[doubt]int // flows that were not judged
 
 	seed   maphash.Seed
@@ -183,7 +185,10 @@ func (r *rules) Judge(f *conntrack.Flow) frontend.Verdict {
 func (r *rules) Explain(f *conntrack.Flow) (frontend.Verdict, []string) {
 	v, steps := r.Verdicts.Explain(f)
 	if v.Reason == frontend.Unpredictable && r.renew() {
-		return r.Verdicts.Explain(f)
+		v, steps = r.Verdicts.Explain(f)
+	}
+	if v.Reason == frontend.BackendGone && ofKubeProxy(v.Owner) {
+		steps = append(steps, askCluster)
 	}
 	return v, steps
 }
@@ -208,6 +213,7 @@ func (r *rules) passes(ctx context.Context, sw *sweep.Sweeper, plan sweep.Plan) 
 		if v.Why != "" && v.Action == frontend.Keep {
 			r.doubt(v)
 		}
+		r.kube = r.kube || v.Action == frontend.Delete && ofKubeProxy(v.Owner)
 		onFlow(f, v)
 	}
 	for pass := 1; ; pass++ {
@@ -233,6 +239,17 @@ func (r *rules) passes(ctx context.Context, sw *sweep.Sweeper, plan sweep.Plan) 
 		}
 	}
 }
+
+// ofKubeProxy tells whether a rule, as Rule.String writes it, is kube-proxy's.
+func ofKubeProxy(rule string) bool {
+	_, rest, _ := strings.Cut(rule, " ") // the family
+	table, chain, _ := strings.Cut(rest, " ")
+	return table == "kube-proxy" || strings.HasPrefix(chain, "KUBE-")
+}
+
+// askCluster is what is to be done about that.
+const askCluster = "kube-proxy's rules name no endpoint that serves while it terminates, so that its flows look stale; " +
+	"on a node, judge by the cluster: --kubernetes"
 
 // oneAfterOther is the report of two passes over the same flows. Those that the
 // first has deleted, the second has not met.
@@ -289,6 +306,9 @@ func (r *rules) doubt(v frontend.Verdict) {
 func (r *rules) tell(s *summary, stderr io.Writer) {
 	s.By, s.by = "rules", r.String()
 	s.Generation, s.Rules = r.Rules.Generation(), r.Rules.Rules().Size().Rules
+	if r.kube {
+		fmt.Fprintf(stderr, "flowsweep: warning: %s\n", askCluster)
+	}
 	const most = 5
 	causes := slices.SortedFunc(maps.Keys(r.doubts), func(a, b doubt) int {
 		return cmp.Or(cmp.Compare(r.doubts[b], r.doubts[a]),

@@ -439,3 +439,17 @@ func TestContainerNames(t *testing.T) {
 		t.Errorf("exit %d, %+v\n%s", code, out.Flows, stderr)
 	}
 }
+
+func TestOfKubeProxy(t *testing.T) {
+	for rule, want := range map[string]bool{
+		"ip6 kube-proxy service-667CNP7F-default/s/udp/dns handle 99": true,
+		"ip nat KUBE-SVC-ABC handle 7":                                true,
+		"ip nat DOCKER handle 13":                                     false,
+		"collector":                                                   false,
+		"":                                                            false,
+	} {
+		if got := ofKubeProxy(rule); got != want {
+			t.Errorf("%q: %t", rule, got)
+		}
+	}
+}

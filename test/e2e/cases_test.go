@@ -5,12 +5,14 @@ package e2e
 import (
 	"fmt"
 	"net/netip"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/frontend"
 	"github.com/flowsweep/flowsweep/internal/testnet"
 	"github.com/flowsweep/flowsweep/internal/testnet/nstest"
 )
@@ -21,7 +23,16 @@ type testCase struct {
 	play func(*scene)
 	// outage: something is down for long.
 	outage bool
+	// timed: it is played with settling by time, too, to measure both.
+	timed bool
 }
+
+// Why the judges differ about a flow.
+const (
+	draining  = "an endpoint that serves while it terminates keeps its flows, and gets no new ones"
+	elsewhere = "under externalTrafficPolicy Local, an endpoint of another node keeps its flows, and gets no new ones"
+	behind    = "kube-proxy is stuck: its rules would make the flow again"
+)
 
 // The last one takes everything with it.
 var cases = []testCase{
@@ -38,7 +49,7 @@ var cases = []testCase{
 		s.untouched(right...)
 	}},
 
-	{name: "2 backend replaced", play: func(s *scene) {
+	{timed: true, name: "2 backend replaced", play: func(s *scene) {
 		a, b := s.backend(), s.backend()
 		svc := s.service()
 		svc.endpoints(a.ready())
@@ -50,7 +61,7 @@ var cases = []testCase{
 		s.expect(b, cleans, stale...)
 	}},
 
-	{name: "3a to zero, the sender goes on", play: func(s *scene) {
+	{timed: true, name: "3a to zero, the sender goes on", play: func(s *scene) {
 		a := s.backend()
 		svc := s.service()
 		svc.endpoints(a.ready())
@@ -75,7 +86,7 @@ var cases = []testCase{
 		s.expect(b, cleans, streams...)
 	}},
 
-	{name: "4a service deleted", play: func(s *scene) {
+	{timed: true, name: "4a service deleted", play: func(s *scene) {
 		a := s.backend()
 		svc := s.service()
 		svc.endpoints(a.ready())
@@ -84,7 +95,7 @@ var cases = []testCase{
 		s.expect(nil, leaves, stale...)
 	}},
 
-	{name: "4b deleted and re-created, same addresses", play: func(s *scene) {
+	{timed: true, name: "4b deleted and re-created, same addresses", play: func(s *scene) {
 		a, b := s.backend(), s.backend()
 		svc := s.service()
 		svc.endpoints(a.ready())
@@ -178,7 +189,7 @@ var cases = []testCase{
 			want{b, cleans, replaced})
 	}},
 
-	{outage: true, name: "6b changes while kube-proxy is stuck", play: func(s *scene) {
+	{outage: true, timed: true, name: "6b changes while kube-proxy is stuck", play: func(s *scene) {
 		a, b := s.backend(), s.backend()
 		empty, moved := s.service(), s.service()
 		empty.endpoints(a.ready())
@@ -191,10 +202,19 @@ var cases = []testCase{
 		empty.endpoints()
 		moved.endpoints(b.ready())
 		a.stop(s)
-		s.disagreement(stuck, []*service{empty, moved}, zero, replaced)
+		fresh := s.service()
+		fresh.endpoints(b.ready())
+		early := s.early(s.client, "service new, node port", fresh.nodePort())
+		s.disagreement(stuck, []*service{empty, moved}, zero, replaced, early)
+		s.differ(frontend.NoBackends, frontend.Serving, behind, zero)
+		s.differ(frontend.BackendGone, frontend.Serving, behind, replaced)
+		s.differ(frontend.Untranslated, frontend.NoFrontend, behind, early)
 		s.change(func() { s.proxy.resume(s) })
-		// Once a minute is how often the agent looks at what disagrees.
-		s.expectAll(75*time.Second, want{nil, leaves, zero}, want{b, cleans, replaced})
+		patience := soon
+		if s.agent.settling() == byTime {
+			patience += time.Minute // which is how often it looks at what disagrees
+		}
+		s.expectAll(patience, want{nil, leaves, zero}, want{b, cleans, replaced}, want{b, cleans, early})
 	}},
 
 	{outage: true, name: "7a apiserver down, then a change", play: func(s *scene) {
@@ -267,6 +287,7 @@ var cases = []testCase{
 			svc.edit(func(spec *corev1.ServiceSpec) { spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal })
 		})
 		s.stays(spares, right)
+		s.differ(frontend.Serving, frontend.BackendGone, elsewhere, right)
 	}},
 
 	{name: "9 dual-stack: one family changes at a time", play: func(s *scene) {
@@ -295,11 +316,21 @@ var cases = []testCase{
 		streams := s.everywhere(svc, a)
 		s.change(func() { svc.endpoints(a.draining(), b.ready()) })
 		s.stays(spares, streams...)
+		s.differ(frontend.Serving, frontend.BackendGone, draining, streams...)
 		s.change(func() {
 			svc.endpoints(b.ready())
 			a.stop(s)
 		})
 		s.expect(b, cleans, streams...)
+	}},
+
+	{name: "10b the last endpoint serves while it terminates", play: func(s *scene) {
+		a := s.backend()
+		svc := s.service()
+		svc.endpoints(a.ready())
+		streams := s.everywhere(svc, a)
+		s.change(func() { svc.endpoints(a.draining()) })
+		s.stays(spares, streams...)
 	}},
 
 	{name: "11 host port", play: func(s *scene) {
@@ -455,22 +486,30 @@ func (s *scene) forward(hostPort uint16, b *backend) {
 }
 
 // disagreement waits until the agent reports that the rules translate streams wrongly, which began at
-// a time, and checks that it does not go on deleting without end, and tells of it on the Services.
+// a time, and checks that it does not delete what is made again, and tells of it on the Services.
 func (s *scene) disagreement(since time.Time, services []*service, streams ...*stream) {
 	s.Helper()
 	if s.agent == nil {
 		time.Sleep(observed)
 		return
 	}
+	exact := s.agent.settling() == byRules
 	eventually(s, time.Minute, "the agent reports ruleset-disagrees", func() error {
-		reported := map[string]bool{}
+		reported := map[string]string{}
 		for _, d := range s.agent.status(s).Disagrees {
-			reported[d.Frontend] = true
+			reported[d.Frontend] = d.Rule
 		}
 		for _, st := range streams {
+			if exact && !st.flows[0].Translated() {
+				continue // what is not translated may be so by something else than rules
+			}
 			for _, to := range st.to {
-				if !reported[to.String()+"/UDP"] {
-					return fmt.Errorf("not of %s %s; of %v", st.what, to, reported)
+				rule, ok := reported[to.String()+"/UDP"]
+				if !ok { // by the rules it is of the node port on all addresses
+					rule, ok = reported[dual("*", "[*]")[family(to.Addr())]+fmt.Sprintf(":%d/UDP", to.Port())]
+				}
+				if !ok || exact && !strings.Contains(rule, translating[s.proxyMode]) {
+					return fmt.Errorf("not of %s %s, with its rule (%t); of %v", st.what, to, exact, reported)
 				}
 			}
 		}
@@ -487,19 +526,26 @@ func (s *scene) disagreement(since time.Time, services []*service, streams ...*s
 	}
 	before, passes := deletes(), s.agent.passes(s)
 	time.Sleep(2 * window)
-	if n := deletes() - before; n > 1 {
+	later := deletes() - before
+	switch {
+	case exact && before+later > 0:
+		s.Errorf("a flow that the rules would make again was deleted %d times", before+later)
+	case later > 1:
 		s.Errorf("a flow that the rules make was deleted %d times within %s after it was reported, want 1 at most",
-			n, 2*window)
+			later, 2*window)
 	}
-	s.report.note("- 6b, %s: ruleset-disagrees reported after %s, until when a flow was deleted %d times; "+
-		"in the %s after, %d times in %d passes.", s.proxyMode, after.Round(100*time.Millisecond), before, 2*window,
-		deletes()-before, s.agent.passes(s)-passes)
+	s.report.note("- 6b, %s, settling by %s: ruleset-disagrees reported after %s, until when a flow was deleted %d times; "+
+		"in the %s after, %d times in %d passes.", s.proxyMode, s.agent.settling(), after.Round(100*time.Millisecond),
+		before, 2*window, later, s.agent.passes(s)-passes)
 	for _, svc := range services {
 		if told := s.events(svc); len(told) == 0 {
 			s.Errorf("no Event on Service %s", svc.Name)
 		}
 	}
 }
+
+// translating is what names of rules hold, by mode, that translate for a Service.
+var translating = map[string]string{"nftables": " kube-proxy ", "iptables": " nat KUBE-"}
 
 // events returns what Events say of a Service.
 func (s *scene) events(svc *service) (told []string) {

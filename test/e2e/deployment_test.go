@@ -17,13 +17,13 @@ import (
 
 // deployment tries what the manifest says as a whole: the agent with the arguments, the environment,
 // the configuration, the folders and the rights that its DaemonSet gives it.
-func deployment(t *testing.T) {
+func deployment(t *testing.T, r *report) {
 	c := newCluster(t)
 	c.startProxy(t, "nftables")
 	var backends int
 
 	t.Run("as the DaemonSet says", func(t *testing.T) {
-		s := c.scene(t, &backends)
+		s := c.scene(t, r, "deployment", &backends)
 		p := s.startPod()
 		defer p.stop(s)
 		s.readyz()
@@ -42,7 +42,7 @@ func deployment(t *testing.T) {
 	})
 
 	t.Run("without the right to read Pods", func(t *testing.T) {
-		s := c.scene(t, &backends)
+		s := c.scene(t, r, "deployment", &backends)
 		s.editRole(func(r *rbacv1.PolicyRule) {
 			r.Resources = slices.DeleteFunc(r.Resources, func(name string) bool { return name == "pods" })
 		})

@@ -16,67 +16,81 @@ func TestE2E(t *testing.T) {
 			t.Run(mode, func(t *testing.T) {
 				t.Parallel()
 				t.Run("alone", func(t *testing.T) {
-					play(t, r, mode, "", func(testCase) bool { return true })
+					newStage(t, r, mode).play(t, nil, func(testCase) bool { return true })
 				})
 				t.Run("flowsweep", func(t *testing.T) {
-					play(t, r, mode, serviceAccount, func(tc testCase) bool { return !tc.outage })
+					st := newStage(t, r, mode)
+					a := st.startAgent(t, st.takeToken(t), byRules)
+					st.play(t, a, func(tc testCase) bool { return !tc.outage })
 				})
 			})
 			t.Run(mode+"-outages", func(t *testing.T) {
 				t.Parallel()
-				play(t, r, mode, lastingToken, func(tc testCase) bool { return tc.outage })
+				st := newStage(t, r, mode)
+				t.Run("timed", func(t *testing.T) {
+					a := st.startAgent(t, lastingToken, byTime)
+					st.play(t, a, func(tc testCase) bool { return tc.timed })
+					a.stop(t)
+				})
+				t.Run("flowsweep", func(t *testing.T) {
+					a := st.startAgent(t, lastingToken, byRules)
+					st.play(t, a, func(tc testCase) bool { return tc.outage })
+				})
 			})
 		}
 		t.Run("deployment", func(t *testing.T) {
 			t.Parallel()
-			deployment(t)
+			deployment(t, r)
 		})
 	})
 	t.Run("scale", func(t *testing.T) { scale(t, r) })
 	r.write(t)
 }
 
-// serviceAccount stands for a token that is yet to be taken.
-const serviceAccount = "serviceaccount"
-
-// play plays cases on a cluster of their own, with the agent if it has a token.
-func play(t *testing.T, r *report, mode, token string, wanted func(testCase) bool) {
-	c := newCluster(t)
-	c.startProxy(t, mode)
-	var backends int
-	bystanders := bystanders(&scene{T: t, cluster: c, pace: 5 * pace, next: &backends})
-	var a *agent
-	switch token {
-	case "":
-	case serviceAccount:
-		a = c.startAgent(t, c.takeToken(t))
-	default:
-		a = c.startAgent(t, token)
-	}
-	for i, tc := range cases {
-		if !wanted(tc) {
-			continue
-		}
-		t.Run(tc.name, func(t *testing.T) {
-			s := &scene{T: t, cluster: c, agent: a, report: r, key: caseKey{tc.name, mode}, pace: pace, next: &backends}
-			tc.play(s)
-			if i < len(cases)-1 {
-				s.untouched(bystanders...)
-			}
-		})
-	}
+// stage is a cluster to play cases on.
+type stage struct {
+	*cluster
+	report     *report
+	backends   int       // number of the last
+	bystanders []*stream // flows that are right, or none of a service, through all that happens
 }
 
-// bystanders are flows that are right, or none of a service, through all that happens.
-func bystanders(s *scene) []*stream {
+func newStage(t *testing.T, r *report, mode string) *stage {
+	t.Helper()
 	const port = 7
+	st := &stage{cluster: newCluster(t), report: r}
+	st.startProxy(t, mode)
+	s := st.scene(t, r, "bystanders", &st.backends)
+	s.pace = 5 * pace
 	svc, b := s.service(), s.backend()
 	svc.endpoints(b.ready())
 	for i := range clientAddr {
 		nstest.Echo(s, s.client, netip.AddrPortFrom(clientAddr[i], port))
 		nstest.Echo(s, s.node, netip.AddrPortFrom(nodeAddr[i], port))
 	}
-	return append(s.everywhere(svc, b),
+	st.bystanders = append(s.everywhere(svc, b),
 		s.send(s.node, "outgoing flow", frontends(clientAddr, port), nil),
 		s.send(s.client, "flow to the node itself", frontends(nodeAddr, port), nil))
+	return st
+}
+
+// play plays cases, with an agent or, where it is nil, with kube-proxy alone.
+func (st *stage) play(t *testing.T, a *agent, wanted func(testCase) bool) {
+	if a != nil {
+		a.rests(t)
+	}
+	for i, tc := range cases {
+		if !wanted(tc) {
+			continue
+		}
+		t.Run(tc.name, func(t *testing.T) {
+			s := st.scene(t, st.report, tc.name, &st.backends)
+			s.agent = a
+			tc.play(s)
+			s.compare()
+			if i < len(cases)-1 {
+				s.untouched(st.bystanders...)
+			}
+		})
+	}
 }

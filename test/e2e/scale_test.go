@@ -34,7 +34,7 @@ const (
 func scale(t *testing.T, r *report) {
 	c := newCluster(t)
 	var backends int
-	s := c.scene(t, &backends)
+	s := c.scene(t, r, "12", &backends)
 	limit := c.daemon.Spec.Template.Spec.Containers[0].Resources.Limits.Memory().Value()
 
 	began := time.Now()

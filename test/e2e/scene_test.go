@@ -60,15 +60,15 @@ type scene struct {
 	changed time.Time
 
 	// What the judges are to say of flows.
-	differences map[flowKey]difference
-	stale       map[flowKey]bool // left by kube-proxy
+	differences map[translation]difference
+	stale       map[conntrack.Tuple]bool // flows that kube-proxy has left
 }
 
-// scene returns a case that is yet to be played.
-func (c *cluster) scene(t *testing.T, backends *int) *scene {
+// scene returns a case that is yet to be played, with the number of the backend before its first.
+func (c *cluster) scene(t *testing.T, r *report, name string, backends *int) *scene {
 	return &scene{
-		T: t, cluster: c, pace: pace, next: backends,
-		differences: map[flowKey]difference{}, stale: map[flowKey]bool{},
+		T: t, cluster: c, report: r, key: caseKey{name, c.proxyMode}, pace: pace, next: backends,
+		differences: map[translation]difference{}, stale: map[conntrack.Tuple]bool{},
 	}
 }
 
@@ -321,6 +321,24 @@ func (s *scene) send(from *testnet.NS, what string, to []netip.AddrPort, b *back
 	return st
 }
 
+// early starts a stream to a frontend that is not served yet.
+func (s *scene) early(from *testnet.NS, what string, to []netip.AddrPort) *stream {
+	s.Helper()
+	st := &stream{what: what, to: to, since: make([]int, len(to)), ended: make([]int, len(to))}
+	for i, to := range to {
+		st.senders = append(st.senders, nstest.Send(s, from, netip.AddrPort{}, to, s.pace))
+		eventually(s, soon, "a flow to "+to.String(), func() error {
+			flow, ok := s.flow(st, i)
+			if !ok {
+				return fmt.Errorf("there is none")
+			}
+			st.flows = append(st.flows, flow)
+			return nil
+		})
+	}
+	return st
+}
+
 // sender starts senders until the proxy has sent one to the backend that is wanted.
 func (s *scene) sender(from *testnet.NS, to netip.AddrPort, want *backend, within time.Duration) *testnet.Sender {
 	s.Helper()
@@ -437,7 +455,7 @@ func (s *scene) expectAll(within time.Duration, list ...want) {
 			case s.left(w) && o.right:
 				s.Errorf("%s: kube-proxy alone has repaired it, after %s", what, o.took)
 			case s.left(w):
-				s.stale[w.stream.key(j)] = true
+				s.stale[w.stream.flows[j].Orig] = true
 			case !s.left(w) && !o.right:
 				flow, ok := s.flow(w.stream, j)
 				s.Errorf("%s: not repaired within %s; flow (%t): %s", what, within, ok, flow.String())
