@@ -280,13 +280,14 @@ func (c cautious) leave(f *conntrack.Flow, v frontend.Verdict) {
 // An agent without sources goes by the rules alone: what they may give is what is
 // desired. There is nothing to settle, but rules are not always written at once.
 const (
-	// byRulesPoll is the longest time between two questions for the generation.
-	byRulesPoll = 200 * time.Millisecond
+	// byRulesPoll is the time between two questions for the generation, which is
+	// all that tells of a change.
+	byRulesPoll = 50 * time.Millisecond
 
 	// quietAfter is how long the generation must stand still for a pass, and
 	// quietMost how long one waits for that: a script of single commands makes
 	// generations that nobody wants.
-	quietAfter = 50 * time.Millisecond
+	quietAfter = 40 * time.Millisecond
 	quietMost  = time.Second
 
 	// goneAfter is how long there must be no rule for what is translated. A
@@ -315,7 +316,6 @@ func (a *Agent) planByRules(j *job, now time.Time, until func(time.Time)) *job {
 	r := &a.alone
 	if j.gen != r.moving {
 		r.moving, r.moved = j.gen, now
-		a.watches.lastOpened = now // for poll
 		if r.since.IsZero() {
 			r.since = now
 		}
@@ -347,7 +347,7 @@ func (a *Agent) planByRules(j *job, now time.Time, until func(time.Time)) *job {
 		j.full = true
 		return j
 	}
-	until(now.Add(min(a.poll(now), byRulesPoll)))
+	until(now.Add(byRulesPoll))
 	return nil
 }
 
