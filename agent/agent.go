@@ -157,7 +157,8 @@ func New(o Options) *Agent {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	a := &Agent{
-		conn: o.Conn, rules: o.Ruleset, exact: o.Rules, byRules: o.Rules != nil && len(o.Sources) == 0, log: o.Log, observers: o.Observers, onFlow: o.OnFlow, sources: o.Sources,
+		conn: o.Conn, rules: o.Ruleset, exact: o.Rules, byRules: o.Rules != nil && len(o.Sources) == 0,
+		log: o.Log, observers: o.Observers, onFlow: o.OnFlow, sources: o.Sources,
 		cfg:       o.Config,
 		table:     frontend.NewTable(frontend.Options{Policy: o.Config.Policy, Zones: o.Config.Zones}),
 		wake:      make(chan struct{}, 1),

@@ -56,31 +56,36 @@ func (r *hungRules) Generation() (uint32, bool) {
 func observe(t *testing.T, play func(r *simRun, a *Agent, rules *hungRules, o *observed)) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(true)
-		r := &simRun{w: w, truth: map[int][]byte{0: {1}}}
-		w.commit(0, []byte{1})
-		src := &simSource{w: w, sinks: make(chan source.Sink, 1)}
-		o, rules := &observed{}, &hungRules{world: w, turn: make(chan struct{}, 1)}
-		a := New(Options{
-			Conn: w, Ruleset: rules, Sources: []source.Source{src}, Observers: []Observer{o},
-			Config: Config{
-				Policy: frontend.DefaultPolicy, Window: simWindow, FullPass: time.Hour, WalkBudget: 0.1,
-			},
-		})
-		ctx, cancel := context.WithCancel(t.Context())
-		var work sync.WaitGroup
-		work.Go(func() { _ = a.Run(ctx) })
-		r.sink = <-src.sinks
-		r.resync()
-		work.Go(func() {
-			for ctx.Err() == nil {
-				w.send(0, 1)
-				time.Sleep(simPace)
-			}
-		})
-		play(r, a, rules, o)
-		cancel()
-		work.Wait()
+		rules := &hungRules{world: w, turn: make(chan struct{}, 1)}
+		oneService(t, w, rules, nil, func(r *simRun, a *Agent, o *observed) { play(r, a, rules, o) })
 	})
+}
+
+// oneService runs an agent in a world that has one service with backend 1, to
+// which a sender sends, while play goes on.
+func oneService(t *testing.T, w *world, commits Ruleset, rules Rules, play func(r *simRun, a *Agent, o *observed)) {
+	r := &simRun{w: w, truth: map[int][]byte{0: {1}}}
+	w.commit(0, []byte{1})
+	src := &simSource{w: w, sinks: make(chan source.Sink, 1)}
+	o := &observed{}
+	a := New(Options{
+		Conn: w, Ruleset: commits, Rules: rules, Sources: []source.Source{src}, Observers: []Observer{o},
+		Config: Config{Policy: frontend.DefaultPolicy, Window: simWindow, FullPass: time.Hour, WalkBudget: 0.1},
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	var work sync.WaitGroup
+	work.Go(func() { _ = a.Run(ctx) })
+	r.sink = <-src.sinks
+	r.resync()
+	work.Go(func() {
+		for ctx.Err() == nil {
+			w.send(0, 1)
+			time.Sleep(simPace)
+		}
+	})
+	play(r, a, o)
+	cancel()
+	work.Wait()
 }
 
 // The repair is the last stale flow that was found; the proof takes the window.

@@ -16,7 +16,6 @@ import (
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
 	"github.com/flowsweep/flowsweep/ruleset"
-	"github.com/flowsweep/flowsweep/source"
 )
 
 // simRules are the rules of a world as ruleset.Verdicts tells them.
@@ -171,32 +170,13 @@ func exactly(t *testing.T, play func(r *simRun, a *Agent, o *observed)) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(true)
 		w.exact = true
-		r := &simRun{w: w, truth: map[int][]byte{0: {1}}}
-		w.commit(0, []byte{1})
-		src := &simSource{w: w, sinks: make(chan source.Sink, 1)}
-		o := &observed{}
-		a := New(Options{
-			Conn: w, Ruleset: w, Rules: newSimRules(w, 0), Sources: []source.Source{src}, Observers: []Observer{o},
-			Config: Config{Policy: frontend.DefaultPolicy, Window: simWindow, FullPass: time.Hour, WalkBudget: 0.1},
+		oneService(t, w, w, newSimRules(w, 0), func(r *simRun, a *Agent, o *observed) {
+			time.Sleep(2 * simWindow) // the start is settled
+			o.mu.Lock()
+			o.settled = nil
+			o.mu.Unlock()
+			play(r, a, o)
 		})
-		ctx, cancel := context.WithCancel(t.Context())
-		var work sync.WaitGroup
-		work.Go(func() { _ = a.Run(ctx) })
-		r.sink = <-src.sinks
-		r.resync()
-		work.Go(func() {
-			for ctx.Err() == nil {
-				w.send(0, 1)
-				time.Sleep(simPace)
-			}
-		})
-		time.Sleep(2 * simWindow) // the start is settled
-		o.mu.Lock()
-		o.settled = nil
-		o.mu.Unlock()
-		play(r, a, o)
-		cancel()
-		work.Wait()
 		if w.wrong != nil {
 			t.Error(w.wrong)
 		}
