@@ -50,6 +50,15 @@ func (a *attrs) u32() uint32 {
 	return binary.BigEndian.Uint32(a.val)
 }
 
+// host32 reads the value as rtnetlink writes numbers: as the machine does.
+func (a *attrs) host32() uint32 {
+	if len(a.val) != 4 {
+		a.bad = true
+		return 0
+	}
+	return binary.NativeEndian.Uint32(a.val)
+}
+
 func (a *attrs) u64() uint64 {
 	if len(a.val) != 8 {
 		a.bad = true

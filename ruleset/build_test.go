@@ -220,6 +220,8 @@ var ownAddrs = map[netip.Addr]bool{
 }
 
 func (k *knowing) Epoch() uint64 { return k.epoch }
+func (k *knowing) Current() bool { return true }
+func (k *knowing) Certain() Host { return k }
 
 func (k *knowing) Sent(a netip.Addr) Origin {
 	switch {

@@ -7,13 +7,20 @@ import (
 )
 
 // Host knows what rules ask beside the packet: whose an address is, and where
-// packets come in and go out. In doubt it says that it does not know, which
-// widens what is possible. It is asked with a Judge's lock held and must not call
-// the Judge.
+// packets come in and go out. Its answers are those that are true of most packets:
+// a guess, by which a flow may be called right. What is certain of them is asked
+// of another Host, [Host.Certain], before a flow is called stale. It is asked with
+// a Judge's lock held and must not call the Judge.
 type Host interface {
 	// Epoch moves whenever answers may have changed since the last call, which is
 	// asked before anything else for each flow.
 	Epoch() uint64
+	// Current tells whether the answers are those of this moment. Where something
+	// has changed it makes them so, unless that was done a moment ago.
+	Current() bool
+	// Certain returns a Host that says only what is true of every packet, at the
+	// same epoch.
+	Certain() Host
 	// Sent tells whether packets with a source address are this host's own: they
 	// meet the rules of the output hook, all others those of prerouting.
 	Sent(src netip.Addr) Origin
@@ -76,6 +83,12 @@ type Unknown struct{}
 
 // Epoch returns 0.
 func (Unknown) Epoch() uint64 { return 0 }
+
+// Current returns true.
+func (Unknown) Current() bool { return true }
+
+// Certain returns the Host itself.
+func (u Unknown) Certain() Host { return u }
 
 // Sent returns Unsure.
 func (Unknown) Sent(netip.Addr) Origin { return Unsure }

@@ -16,9 +16,10 @@ func FuzzRoutes(f *testing.F) {
 	f.Add(append(route, nla(unix.RTA_DST, []byte{192, 0, 2, 0})...), false)
 	f.Add(append(route, nla(unix.RTA_MULTIPATH, []byte{8, 0, 0, 0, 2, 0, 0, 0})...), false)
 	f.Fuzz(func(t *testing.T, b []byte, local bool) {
-		r := &reading{hostState: &hostState{links: map[uint32]string{}}, tables: map[uint32]int{}}
-		r.hash.SetSeed(seed)
+		r := newReading()
 		r.link(unix.RTM_NEWLINK, b)
+		r.netconf(unix.RTM_NEWNETCONF, b)
+		r.rule(b, ^uint32(0))
 		r.route(b, local)
 		for i := range r.routes {
 			for p := range r.routes[i].m {
@@ -27,6 +28,14 @@ func FuzzRoutes(f *testing.F) {
 				}
 			}
 		}
-		_, _, _ = r.local.find(netip.MustParseAddr("192.0.2.1"))
+		r.finish()
+		r.known = true
+		for _, a := range []string{"192.0.2.1", "2001:db8::1"} {
+			addr := netip.MustParseAddr(a)
+			if r.types(addr) == 0 {
+				t.Errorf("%s has no type", addr)
+			}
+			_, _ = certain{r.hostState}.Inputs(addr), r.sent(addr)
+		}
 	})
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io/fs"
 	"os"
+	"slices"
 
 	"github.com/flowsweep/flowsweep/internal/nft"
 )
@@ -16,18 +17,20 @@ import (
 func Others(namespace string) Translators {
 	legacy, err1 := nft.LegacyNAT(namespace)
 	ipvs, err2 := nft.IPVS(namespace)
-	modules, err3 := modulesAt("/proc/modules")
+	modules, err3 := modulesAt("/proc/modules", "act_ct", "openvswitch", "nf_conntrack_bridge")
 	return Translators{Legacy: legacy, IPVS: ipvs, Modules: modules, Err: errors.Join(err1, err2, err3)}
 }
 
-func modulesAt(path string) (found []string, err error) {
+// modulesAt returns those of some modules that are loaded, by the kernel's list at
+// path.
+func modulesAt(path string, names ...string) (found []string, err error) {
 	b, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) { // a kernel without modules
 		return nil, nil
 	}
 	for line := range bytes.Lines(b) {
-		switch name, _, _ := bytes.Cut(line, []byte{' '}); string(name) {
-		case "act_ct", "openvswitch":
+		name, _, _ := bytes.Cut(line, []byte{' '})
+		if slices.Contains(names, string(name)) {
 			found = append(found, string(name))
 		}
 	}
