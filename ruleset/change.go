@@ -1,6 +1,7 @@
 package ruleset
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"encoding/binary"
@@ -141,8 +142,28 @@ func (d *difference) step() bool {
 	return d.why == ""
 }
 
+// rewritten tells whether a chain of writers has changed in any way: what packets
+// are then is not known.
+func (d *difference) rewritten(hook uint32) bool {
+	return !slices.EqualFunc(d.old.writers[hook], d.now.writers[hook], func(a, b *chain) bool {
+		if a.table.tableKey != b.table.tableKey || a.priority != b.priority || len(a.table.chains) != len(b.table.chains) {
+			return false
+		}
+		for name, c := range a.table.chains {
+			if o := b.table.chains[name]; o == nil || !bytes.Equal(c.raw, o.raw) {
+				return false
+			}
+		}
+		return true
+	})
+}
+
 func (d *difference) compare() {
 	for _, hook := range []uint32{uapi.NfInetPreRouting, uapi.NfInetLocalOut} {
+		if d.rewritten(hook) {
+			d.all("rules that write addresses or ports have changed")
+			return
+		}
 		for _, c := range d.now.baseChains(hook) {
 			o := d.before(c)
 			if o != nil && (!o.base || o.hook != c.hook || o.priority != c.priority || o.drop != c.drop) {

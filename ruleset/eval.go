@@ -33,6 +33,7 @@ const (
 	whyTargets = "there are too many translations"
 	whyAddress = "the rules translate to an address or a port that is not known"
 	whyDynamic = "packets add elements to a map"
+	whyWrites  = "a rule writes the address or port that NAT rules then read"
 	whyProto   = "a protocol without ports"
 	whyVerdict = "the verdict of a rule is not understood"
 )
@@ -182,7 +183,7 @@ func (e *eval) run(p Packet, origin Origin) (untranslated bool) {
 // far as rules ask for it.
 func (e *eval) at(hook uint32) (untranslated bool) {
 	e.hook = hook
-	if len(e.m.baseChains(hook)) == 0 {
+	if len(e.m.baseChains(hook)) == 0 { // then nothing before them matters
 		return true
 	}
 	e.in, e.out = device{absent: true}, device{absent: true}
@@ -215,13 +216,23 @@ func (e *eval) at(hook uint32) (untranslated bool) {
 // that is: each of them may be met.
 func (e *eval) hookChains(hook uint32) (untranslated bool) {
 	e.done = e.done[:0] // results depend on hook and interface
+	for _, c := range e.m.writers[hook] {
+		if !c.meets(e.v4) {
+			continue
+		}
+		// Only whether it comes to a rule that writes is of interest: a packet that is
+		// dropped, or accepted earlier, makes no difference to the others.
+		if e.follow(c, 0); e.why != "" {
+			return false
+		}
+	}
 	list := e.m.baseChains(hook)
 	for len(list) > 0 {
 		priority, all := list[0].priority, true
 		for len(list) > 0 && list[0].priority == priority {
 			c := list[0]
 			list = list[1:]
-			if f := c.table.family; f != INet && (f == IPv4) != e.v4 {
+			if !c.meets(e.v4) {
 				continue
 			}
 			r := e.follow(c, 0)
@@ -245,6 +256,9 @@ func (e *eval) hookChains(hook uint32) (untranslated bool) {
 	}
 	return true
 }
+
+// meets tells whether packets of a family come to a chain.
+func (c *chain) meets(v4 bool) bool { return c.table.family == INet || (c.table.family == IPv4) == v4 }
 
 // follow leads the packet through a chain.
 func (e *eval) follow(c *chain, depth int) chainResult {
@@ -369,6 +383,11 @@ func (e *eval) exec(ops []op, r *regs, f *frame) {
 		case *xtUnknown:
 			e.drop = true
 			met = unsure
+		case *writeOp:
+			if o.moves(e.v4) {
+				e.giveUp(whyWrites)
+				return
+			}
 		case matcher:
 			met = o.match(e)
 		case *anyOp:

@@ -92,6 +92,10 @@ type (
 	redirOp struct { // nft_redir_eval
 		portMin, portMax int
 	}
+	writeOp struct { // nft_payload_set_eval
+		base           uint32
+		offset, length int
+	}
 	anyOp struct{ why string }
 )
 
@@ -102,7 +106,7 @@ func decisive(o op) bool {
 		return o.code != uapi.NftContinue && o.code != uapi.NftBreak
 	case *lookupOp:
 		return o.dreg == regVerdict
-	case *natOp, *redirOp, *anyOp, *xtNat, *xtUnknown:
+	case *natOp, *redirOp, *anyOp, *xtNat, *xtUnknown, *writeOp:
 		return true
 	}
 	return false
@@ -214,7 +218,7 @@ func decodeNamed(t *table, name string, b []byte) (op, bool) {
 		return decodeUnknown(b, uapi.NftaXfrmDreg)
 	case "exthdr":
 		if find(b, uapi.NftaExthdrSreg) != nil {
-			return nil, false // writes
+			return maybe, true // writes an option of TCP, if there is one (nft_exthdr_tcp_set_eval)
 		}
 		return decodeUnknown(b, uapi.NftaExthdrDreg)
 	case "nat":
@@ -329,14 +333,35 @@ func decodePayload(b []byte) (op, bool) {
 		uapi.NftaPayloadDreg: &dreg, uapi.NftaPayloadBase: &base, uapi.NftaPayloadOffset: &offset,
 		uapi.NftaPayloadLen: &length, uapi.NftaPayloadSreg: &sreg,
 	}).read(b)
-	if !ok || sreg != unset { // sreg: writes into the packet
+	if !ok || offset > 1<<16 || length > regBytes {
 		return nil, false
 	}
+	if sreg != unset {
+		return &writeOp{base, int(offset), int(length)}, true
+	}
 	off, ok := register(dreg)
-	if !ok || length > regBytes || offset > 1<<16 || !span(off, int(length)) {
+	if !ok || !span(off, int(length)) {
 		return nil, false
 	}
 	return &payloadOp{base, int(offset), int(length), off}, true
+}
+
+// moves tells whether a write changes an address or a port: one to the header of an
+// inner packet may, for all that is known.
+func (o *writeOp) moves(v4 bool) bool {
+	from, to := 0, 4 // both ports
+	switch o.base {
+	case uapi.NftPayloadLLHeader:
+		return false
+	case uapi.NftPayloadNetworkHeader:
+		if from, to = v4Src, v4Dst+4; !v4 {
+			from, to = v6Src, v6Dst+16
+		}
+	case uapi.NftPayloadTransportHeader:
+	default:
+		return true
+	}
+	return o.offset < to && o.offset+o.length > from
 }
 
 func decodeMeta(b []byte) (op, bool) {

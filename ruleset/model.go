@@ -32,6 +32,8 @@ const (
 	INet Family = uapi.NfprotoInet
 	IPv4 Family = uapi.NfprotoIPv4
 	IPv6 Family = uapi.NfprotoIPv6
+
+	bridgeFamily Family = uapi.NfprotoBridge
 )
 
 // String returns the word that nft prints.
@@ -58,6 +60,7 @@ type table struct {
 	handle  uint64 // of the table; none is given twice (nf_tables_newtable)
 	dormant bool   // its hooks are not registered
 	nat     bool   // has a base chain that translates destinations
+	early   bool   // has a chain that a connection's packet meets before it is translated
 	chains  map[string]*chain
 	sets    map[string]*set
 }
@@ -68,6 +71,7 @@ type chain struct {
 	name     string
 	hooked   bool // a base chain, of whatever type
 	base     bool // of type nat, at prerouting or output
+	early    bool // of another type there, behind conntrack
 	hook     uint32
 	priority int32
 	drop     bool   // policy of a base chain
@@ -101,6 +105,14 @@ type model struct {
 	raw     int
 	// base has the base chains by hook, ordered by priority (baseChains).
 	base map[uint32][]*chain
+	// writers has those of the chains before, by hook, from which packets come to
+	// rules that write addresses or ports: NAT rules read what these have written,
+	// and the flow's tuple has what came in.
+	writers map[uint32][]*chain
+	// bridge is a table of the family bridge that makes connections of bridged
+	// packets (nf_conntrack_bridge); "": none.
+	bridge  string
+	bridges []*table
 }
 
 func newModel() *model { return &model{tables: map[tableKey]*table{}} }
@@ -124,6 +136,9 @@ func (m *model) addTable(family Family, b []byte) error {
 	}
 	switch family {
 	case INet, IPv4, IPv6:
+	case bridgeFamily: // of which only the rules matter
+		m.bridges = append(m.bridges, t)
+		return m.count()
 	default: // no packet that is tracked meets it as a NAT rule
 		return nil
 	}
@@ -167,8 +182,7 @@ func (m *model) addChain(family Family, b []byte) error {
 	if t == nil {
 		return nil // of another family, or made since the tables were read
 	}
-	c.hooked = hook != nil
-	if string(typ) == "nat" && hook != nil {
+	if c.hooked = hook != nil; c.hooked {
 		h := walk(hook)
 		known := 0
 		for h.next() {
@@ -184,21 +198,35 @@ func (m *model) addChain(family Family, b []byte) error {
 		if h.bad || known != 2 {
 			return fmt.Errorf("chain %s: hook: %w", c.name, errMalformed)
 		}
-		c.base = c.hook == uapi.NfInetPreRouting || c.hook == uapi.NfInetLocalOut
+		destination := c.hook == uapi.NfInetPreRouting || c.hook == uapi.NfInetLocalOut
+		c.base = destination && string(typ) == "nat"
+		c.early = destination && !c.base && c.priority >= priorityConntrack
 		c.drop = policy == uapi.NfDrop
-		t.nat = t.nat || c.base
+		t.nat, t.early = t.nat || c.base, t.early || c.early
 	}
 	c.table = t
 	t.chains[c.name] = c
 	return m.count()
 }
 
-// relevant returns the tables whose rules can be met on the way to a
-// translation.
+// priorityConntrack is NF_IP_PRI_CONNTRACK: what a chain before it writes is in the
+// tuple.
+const priorityConntrack = -200
+
+// relevant returns the tables with NAT rules for destinations.
 func (m *model) relevant() []*table {
+	return m.list(func(t *table) bool { return t.nat })
+}
+
+// met returns the tables whose rules can be met on the way to a translation.
+func (m *model) met() []*table {
+	return m.list(func(t *table) bool { return t.nat || t.early && len(m.relevant()) > 0 })
+}
+
+func (m *model) list(wanted func(*table) bool) []*table {
 	var list []*table
 	for _, t := range m.tables {
-		if t.nat && !t.dormant {
+		if !t.dormant && wanted(t) {
 			list = append(list, t)
 		}
 	}
@@ -208,18 +236,9 @@ func (m *model) relevant() []*table {
 	return list
 }
 
-// forgetOthers frees the tables that no packet meets before it is translated.
-func (m *model) forgetOthers() {
-	for k, t := range m.tables {
-		if !t.nat || t.dormant {
-			delete(m.tables, k)
-		}
-	}
-}
-
-// reachable returns the chains of a table that packets may come to from its base
-// chains, in no particular order. It decodes their rules.
-func reachable(t *table) []*chain {
+// reachable returns the chains of a table that packets may come to from some of
+// them, these included, in no particular order. It decodes their rules.
+func reachable(t *table, from ...*chain) []*chain {
 	var list []*chain
 	seen := map[*chain]bool{}
 	add := func(c *chain) {
@@ -228,10 +247,8 @@ func reachable(t *table) []*chain {
 			list = append(list, c)
 		}
 	}
-	for _, c := range t.chains {
-		if c.base {
-			add(c)
-		}
+	for _, c := range from {
+		add(c)
 	}
 	for i := 0; i < len(list); i++ {
 		for j := range list[i].decode() {
@@ -254,6 +271,16 @@ func reachable(t *table) []*chain {
 					}
 				}
 			}
+		}
+	}
+	return list
+}
+
+// bases returns the base chains of a table that translate destinations.
+func (t *table) bases() (list []*chain) {
+	for _, c := range t.chains {
+		if c.base {
+			list = append(list, c)
 		}
 	}
 	return list
@@ -283,6 +310,12 @@ func (m *model) addRule(family Family, b []byte) error {
 	}
 	if a.bad || table == nil || name == nil {
 		return fmt.Errorf("rule: %w", errMalformed)
+	}
+	if family == bridgeFamily {
+		if tracks(exprs) {
+			m.bridge = string(table)
+		}
+		return nil
 	}
 	t := m.tables[tableKey{family, string(table)}]
 	if t == nil {
@@ -400,18 +433,18 @@ func (m *model) baseChains(hook uint32) []*chain {
 	if m.base == nil {
 		m.base = map[uint32][]*chain{}
 		for _, t := range m.relevant() {
-			for _, c := range t.chains {
-				if c.base {
-					m.base[c.hook] = append(m.base[c.hook], c)
-				}
+			for _, c := range t.bases() {
+				m.base[c.hook] = append(m.base[c.hook], c)
 			}
 		}
 		for _, list := range m.base {
-			slices.SortFunc(list, func(a, b *chain) int {
-				return cmp.Or(cmp.Compare(a.priority, b.priority), cmp.Compare(a.table.family, b.table.family),
-					cmp.Compare(a.table.name, b.table.name), cmp.Compare(a.name, b.name))
-			})
+			slices.SortFunc(list, byPriority)
 		}
 	}
 	return m.base[hook]
+}
+
+func byPriority(a, b *chain) int {
+	return cmp.Or(cmp.Compare(a.priority, b.priority), cmp.Compare(a.table.family, b.table.family),
+		cmp.Compare(a.table.name, b.table.name), cmp.Compare(a.name, b.name))
 }

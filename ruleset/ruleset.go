@@ -86,7 +86,12 @@ func (c *Conn) load(ctx context.Context) (*Ruleset, error) {
 	if err := c.dump(ctx, request(uapi.NftGetChain, 0), uapi.NftNewChain, m.addChain); err != nil {
 		return nil, err
 	}
-	for _, t := range m.relevant() {
+	for _, t := range m.bridges {
+		if err := c.dump(ctx, tableRequest(uapi.NftGetRule, t), uapi.NftNewRule, m.addRule); err != nil {
+			return nil, err
+		}
+	}
+	for _, t := range m.met() {
 		if err := c.rules(ctx, m, t); err != nil {
 			return nil, err
 		}
@@ -119,9 +124,6 @@ func (c *Conn) rules(ctx context.Context, m *model, t *table) error {
 	for _, ch := range t.chains {
 		if !filters {
 			break
-		}
-		if ch.hooked && !ch.base {
-			continue // nothing leads there
 		}
 		err := c.dump(ctx, withText(tableRequest(uapi.NftGetRule, t), uapi.NftaRuleChain, ch.name), uapi.NftNewRule,
 			func(family Family, b []byte) error {
@@ -305,7 +307,7 @@ func (r *Ruleset) NotUnderstood() []Step {
 	defer r.mu.Unlock()
 	var list []Step
 	for _, t := range r.model.relevant() {
-		for _, c := range reachable(t) {
+		for _, c := range reachable(t, t.bases()...) {
 			for handle, exprs := range c.pairs {
 				ops := decodeOps(t, exprs)
 				if n := len(ops); n > 0 {

@@ -21,9 +21,10 @@ const (
 
 // Families of tables (enum nf_inet_addr protocol families, NFPROTO_*).
 const (
-	NfprotoInet = 1
-	NfprotoIPv4 = 2
-	NfprotoIPv6 = 10
+	NfprotoInet   = 1
+	NfprotoIPv4   = 2
+	NfprotoBridge = 7
+	NfprotoIPv6   = 10
 )
 
 // enum nf_inet_hooks, of those that translate destinations.
@@ -195,6 +196,7 @@ const (
 	NftaPayloadLen    = 4
 	NftaPayloadSreg   = 5
 
+	NftPayloadLLHeader        = 0
 	NftPayloadNetworkHeader   = 1
 	NftPayloadTransportHeader = 2
 
@@ -284,6 +286,8 @@ const (
 	NftaMatchName = 1
 	NftaMatchRev  = 2
 	NftaMatchInfo = 3
+
+	NftaDynsetSetName = 1
 )
 
 // NF_NAT_RANGE_* (linux/netfilter/nf_nat.h).
