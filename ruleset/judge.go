@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -111,6 +112,16 @@ type Judge struct {
 	seen     map[memoKey]struct{}
 }
 
+// view is how much of a host's answers an outcome goes by.
+type view uint8
+
+const (
+	viewLikely  view = iota // all: so most packets meet the rules
+	viewCertain             // what is true of every packet
+	viewEither              // that, but the packet may be another host's or this one's
+	viewAny                 // none: any hook, any interface, any type of address
+)
+
 // memoKey is what every outcome depends on.
 type memoKey struct {
 	dst    [16]byte
@@ -118,6 +129,13 @@ type memoKey struct {
 	proto  uint8
 	v4     bool
 	origin Origin
+	view   view
+}
+
+// whyKey is what a guess is doubted for.
+type whyKey struct {
+	memoKey
+	to netip.AddrPort
 }
 
 // sourceKey is that and what some outcomes depend on besides; the rest is zero.
@@ -136,6 +154,7 @@ type memoEntry struct {
 type memo struct {
 	byDst   map[memoKey]memoEntry
 	bySrc   map[sourceKey]*Outcome
+	why     map[whyKey]string
 	targets int
 }
 
@@ -221,12 +240,12 @@ func (j *Judge) Reload(ctx context.Context) (Change, error) {
 // remember notes the destinations that rules have translated so far.
 func (j *Judge) remember() {
 	for k, e := range j.memo.byDst {
-		if e.out != nil && e.out.Translated() {
+		if k.view == viewLikely && e.out != nil && e.out.Translated() {
 			j.note(k)
 		}
 	}
 	for k, o := range j.memo.bySrc {
-		if o.Translated() {
+		if k.view == viewLikely && o.Translated() {
 			j.note(k.memoKey)
 		}
 	}
@@ -327,8 +346,13 @@ func (j *Judge) judge(f *conntrack.Flow) (Judgement, *Outcome) {
 	if why := j.blind(); why != "" {
 		return Judgement{Verdict: Unpredictable, Why: why}, nil
 	}
-	o := j.outcome(f)
+	o := j.outcome(f, viewLikely)
 	v := j.verdict(f, o)
+	if v.Verdict.Stale() {
+		if v, o = j.reconsider(f, v, o); v.Verdict == Unpredictable {
+			return v, o
+		}
+	}
 	if v.Verdict.Stale() || v.Verdict == UnknownTranslator {
 		j.refreshOthers()
 		if j.others.unread() {
@@ -394,63 +418,227 @@ func (j *Judge) verdict(f *conntrack.Flow, o *Outcome) Judgement {
 	if len(o.Ranges) > 0 {
 		types = local(j.host, got.Addr())
 	}
-	if !f.Translated() {
-		switch {
-		case o.Allows(got, types): // a translation that changes nothing
-			return Judgement{Right, o.By, ""}
-		case o.Untranslated && o.Translated():
-			return Judgement{MayPass, o.By, ""}
-		case o.Translated():
-			return Judgement{Untranslated, o.By, ""}
-		}
-		return Judgement{Verdict: Plain} // dropped, perhaps: deleting it would help nobody
-	}
+	v := Judgement{Verdict: FrontendGone}
 	switch {
-	case o.Allows(got, types):
+	case o.Allows(got, types): // where it is untranslated, a translation that changes nothing
 		return Judgement{Right, o.By, ""}
-	case o.Translated():
-		return Judgement{BackendGone, o.By, ""}
+	case f.Translated() && o.Translated():
+		v = Judgement{BackendGone, o.By, ""}
+	case f.Translated():
+	case o.Untranslated && o.Translated():
+		return Judgement{MayPass, o.By, ""}
+	case !o.Translated():
+		return Judgement{Verdict: Plain} // dropped, perhaps: deleting it would help nobody
+	default:
+		v = Judgement{Untranslated, o.By, ""}
 	}
-	if why := j.doubt(f); why != "" {
+	if why := j.doubt(f, v.Verdict); why != "" {
 		return Judgement{UnknownTranslator, Rule{}, why}
 	}
-	return Judgement{Verdict: FrontendGone}
+	return v
 }
 
-// doubt tells why a flow that is translated may have been translated by something
-// else than a rule that is gone.
-func (j *Judge) doubt(f *conntrack.Flow) string {
-	dst := netip.AddrPortFrom(f.Orig.Dst, f.Orig.DstPort)
-	if _, ok := j.seen[seenKey(f.Proto, dst)]; ok {
-		return ""
+// doubt tells why a flow that looks stale may have met no rule, or something else
+// than the rules.
+func (j *Judge) doubt(f *conntrack.Flow, v Verdict) string {
+	if v == FrontendGone {
+		dst := netip.AddrPortFrom(f.Orig.Dst, f.Orig.DstPort)
+		if _, ok := j.seen[seenKey(f.Proto, dst)]; ok {
+			return ""
+		}
+		if f.Status&conntrack.StatusDstNAT == 0 {
+			return "no rule is known to have translated it: its DST_NAT bit is not set"
+		}
 	}
-	if f.Status&conntrack.StatusDstNAT == 0 {
-		return "no rule is known to have translated it: its DST_NAT bit is not set"
+	if t := j.rules.model.bridge; t != "" {
+		return "it may have crossed a bridge, where no NAT rule is met: table bridge " + quote(t) + " tracks connections"
 	}
 	return j.doubts
 }
 
+const (
+	whyMoved = "addresses, routes or interfaces of this host have just changed"
+	whyOther = "a rule translates it so for a packet that meets another hook or interface, or whose addresses are of another type"
+)
+
+// reconsider looks once more at a flow that looks stale by what most packets meet.
+// A tuple does not tell the hook, the interface and what the addresses were to this
+// host when the flow began. So one that is translated is stale only if no rule
+// translates any packet so; and one that is not translated, if what is certain of
+// the host leaves no way around the rules.
+func (j *Judge) reconsider(f *conntrack.Flow, v Judgement, o *Outcome) (Judgement, *Outcome) {
+	if !j.host.Current() {
+		return Judgement{Unpredictable, o.By, whyMoved}, o
+	}
+	if j.host.Epoch() != j.epoch {
+		o = j.outcome(f, viewLikely)
+		if v = j.verdict(f, o); !v.Verdict.Stale() {
+			return v, o
+		}
+	}
+	views := []view{viewCertain}
+	switch {
+	case f.Translated():
+		views[0] = viewAny
+	case j.leadsHere(o):
+		// A process of this host gets what is sent there. If it is a transparent proxy
+		// it sends that on with the source that it came with.
+		views = append(views, viewEither)
+	}
+	got := netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort)
+	for _, w := range views {
+		p := j.outcome(f, w)
+		switch {
+		case p.Any:
+			return Judgement{Unpredictable, p.By, p.Why}, p
+		case p.Allows(got, AllTypes), !f.Translated() && p.Untranslated:
+			return Judgement{Unpredictable, p.By, j.why(f, w)}, p
+		}
+	}
+	return v, o
+}
+
+// leadsHere tells whether rules translate to an address of this host.
+func (j *Judge) leadsHere(o *Outcome) bool {
+	here := func(a netip.Addr) bool { return !a.IsValid() || local(j.host, a)&TypeLocal != 0 }
+	return slices.ContainsFunc(o.To, func(a netip.AddrPort) bool { return here(a.Addr()) }) ||
+		slices.ContainsFunc(o.Ranges, func(r Range) bool { return here(r.Min) || here(r.Max) })
+}
+
+// partly is a Host of which something is not known.
+type partly struct {
+	Host
+	ways  bool // neither input nor output interface
+	local netip.Addr
+}
+
+func (p partly) Inputs(a netip.Addr) *Interfaces {
+	if p.ways {
+		return nil
+	}
+	return p.Host.Inputs(a)
+}
+
+func (p partly) Outputs(a netip.Addr) *Interfaces {
+	if p.ways {
+		return nil
+	}
+	return p.Host.Outputs(a)
+}
+
+func (p partly) Types(a netip.Addr) Types {
+	if p.local == a {
+		return TypeLocal
+	}
+	return p.Host.Types(a)
+}
+
+// why tells which guess decides that a flow is stale.
+func (j *Judge) why(f *conntrack.Flow, v view) string {
+	k := whyKey{keyOf(f, v, 0), netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort)}
+	why, known := j.memo.why[k]
+	if !known {
+		why = j.findWhy(f, v)
+		if len(j.memo.why) < maxMemo && j.memo.why != nil {
+			j.memo.why[k] = why
+		}
+	}
+	return why
+}
+
+func (j *Judge) findWhy(f *conntrack.Flow, v view) string {
+	allowed := func(h Host, origin Origin) bool {
+		j.rules.mu.Lock()
+		o, _ := j.rules.outcome(PacketOf(f), h, origin)
+		j.rules.mu.Unlock()
+		if f.Translated() {
+			return o.Allows(netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort), AllTypes)
+		}
+		return o.Untranslated
+	}
+	likely := j.host.Sent(f.Orig.Src)
+	begins := "another host may have sent it"
+	if likely == Foreign {
+		begins = "this host may have sent it, as a transparent proxy, say"
+	}
+	if !f.Translated() {
+		h, origin := j.through(v, f)
+		if allowed(h, likely) {
+			return j.wayPast(f, h, likely, allowed)
+		}
+		if origin == likely {
+			return whyOther
+		}
+		return "no rule of the other hook translates it, and " + begins
+	}
+	switch {
+	case allowed(partly{Host: j.host, ways: true}, likely):
+		return "a rule translates it so that comes in, or goes out, by another interface, and which it took cannot be told"
+	case allowed(j.host, Unsure):
+		return "a rule of the other hook translates it so, and " + begins
+	case allowed(partly{Host: j.host, local: f.Orig.Dst}, likely):
+		return fmt.Sprintf("a rule would translate it so if %s were an address of this host", f.Orig.Dst)
+	}
+	return whyOther
+}
+
+// wayPast names an interface by which a flow may have passed the rules.
+func (j *Judge) wayPast(f *conntrack.Flow, h Host, origin Origin, allowed func(Host, Origin) bool) string {
+	if origin == Own {
+		return "no rule translates what goes out by another interface, and which it took cannot be told"
+	}
+	if in := h.Inputs(f.Orig.Src); in != nil {
+		for _, i := range in.List {
+			if allowed(oneWay{h, &Interfaces{ID: 1, List: []Interface{i}}}, origin) {
+				return fmt.Sprintf("no rule translates what comes in by %s, and it may have: "+
+					"rp_filter is not strict there", i.Name)
+			}
+		}
+	}
+	return "by which interface it came in cannot be told"
+}
+
+// oneWay is a Host of one interface.
+type oneWay struct {
+	Host
+	in *Interfaces
+}
+
+func (o oneWay) Inputs(netip.Addr) *Interfaces { return o.in }
+
+// through returns what a view sees of the host, and the hooks of a flow by it.
+func (j *Judge) through(v view, f *conntrack.Flow) (Host, Origin) {
+	switch v {
+	case viewAny:
+		return Unknown{}, Unsure
+	case viewEither:
+		return j.host.Certain(), Unsure
+	case viewCertain:
+		h := j.host.Certain()
+		return h, h.Sent(f.Orig.Src)
+	}
+	return j.host, j.host.Sent(f.Orig.Src)
+}
+
 // outcome remembers outcomes.
-func (j *Judge) outcome(f *conntrack.Flow) *Outcome {
+func (j *Judge) outcome(f *conntrack.Flow, v view) *Outcome {
 	if e := j.host.Epoch(); e != j.epoch {
 		j.remember()
 		j.epoch, j.memo = e, memo{}
 	}
-	k := memoKey{
-		dst: f.Orig.Dst.As16(), port: f.Orig.DstPort, proto: f.Proto, v4: f.Family == conntrack.IPv4,
-		origin: j.host.Sent(f.Orig.Src),
-	}
+	host, origin := j.through(v, f)
+	k := keyOf(f, v, origin)
 	entry, known := j.memo.byDst[k]
 	if known {
 		if entry.out != nil {
 			return entry.out
 		}
-		if o := j.memo.bySrc[j.sourceKey(k, entry.deps, f)]; o != nil {
+		if o := j.memo.bySrc[sourceKeyOf(host, k, entry.deps, f)]; o != nil {
 			return o
 		}
 	}
 	j.rules.mu.Lock()
-	o, read := j.rules.outcome(PacketOf(f), j.host, k.origin)
+	o, read := j.rules.outcome(PacketOf(f), host, origin)
 	failed, stale := j.rules.eval.err, j.rules.stale
 	j.rules.mu.Unlock()
 	if stale && !j.stale {
@@ -462,15 +650,25 @@ func (j *Judge) outcome(f *conntrack.Flow) *Outcome {
 	if o.equal(plain) {
 		o = plain
 	}
-	j.memo.put(j, k, memoEntry{deps: entry.deps | read&^depOut}, o, f)
+	j.memoize(host, k, memoEntry{deps: entry.deps | read&^depOut}, o, f)
 	return o
 }
 
-func (m *memo) put(j *Judge, k memoKey, e memoEntry, o *Outcome, f *conntrack.Flow) {
+func keyOf(f *conntrack.Flow, v view, origin Origin) memoKey {
+	return memoKey{
+		dst: f.Orig.Dst.As16(), port: f.Orig.DstPort, proto: f.Proto, v4: f.Family == conntrack.IPv4, origin: origin, view: v,
+	}
+}
+
+func (j *Judge) memoize(host Host, k memoKey, e memoEntry, o *Outcome, f *conntrack.Flow) {
+	m := &j.memo
 	m.targets += len(o.To) + len(o.Ranges)
 	if m.byDst == nil || len(m.byDst) >= maxMemo || m.targets > maxMemoTargets {
 		j.remember()
-		*m = memo{byDst: map[memoKey]memoEntry{}, bySrc: map[sourceKey]*Outcome{}, targets: len(o.To) + len(o.Ranges)}
+		*m = memo{
+			byDst: map[memoKey]memoEntry{}, bySrc: map[sourceKey]*Outcome{}, why: map[whyKey]string{},
+			targets: len(o.To) + len(o.Ranges),
+		}
 	}
 	if e.deps == 0 {
 		e.out = o
@@ -479,17 +677,17 @@ func (m *memo) put(j *Judge, k memoKey, e memoEntry, o *Outcome, f *conntrack.Fl
 			j.remember()
 			clear(m.bySrc)
 		}
-		m.bySrc[j.sourceKey(k, e.deps, f)] = o
+		m.bySrc[sourceKeyOf(host, k, e.deps, f)] = o
 	}
 	m.byDst[k] = e
 }
 
-func (j *Judge) sourceKey(k memoKey, d deps, f *conntrack.Flow) sourceKey {
+func sourceKeyOf(h Host, k memoKey, d deps, f *conntrack.Flow) sourceKey {
 	s := sourceKey{memoKey: k}
 	if d&depSrc != 0 {
 		s.src = f.Orig.Src.As16()
 	} else if d&depIn != 0 { // which the source tells otherwise
-		if in := j.host.Inputs(f.Orig.Src); in != nil {
+		if in := h.Inputs(f.Orig.Src); in != nil {
 			s.in = in.ID
 		}
 	}
@@ -586,7 +784,7 @@ func (j *Judge) Explain(f *conntrack.Flow) (Judgement, []string) {
 	case MayPass:
 		say("some rules would translate it, but it cannot be told whether they match")
 	case UnknownTranslator, Unpredictable:
-		if v.Why != "" {
+		if v.Why != "" { // what most packets meet is above
 			say("it is left alone: %s", v.Why)
 		}
 	case BackendGone:

@@ -98,7 +98,9 @@ func TestJudge(t *testing.T) {
 		{"without the bit, but a rule was seen", nil, noBit, seen, Translators{}, FrontendGone},
 		{"tc may translate", nil, flowOf(two), nil, Translators{Modules: []string{"act_ct"}}, UnknownTranslator},
 		{"tc may translate, but a rule was seen", nil, flowOf(two), seen, Translators{Modules: []string{"act_ct"}}, FrontendGone},
-		{"tc does not keep backends", []string{one}, flowOf(two), nil, Translators{Modules: []string{"act_ct"}}, BackendGone},
+		{"tc may have chosen the backend", []string{one}, flowOf(two), nil, Translators{Modules: []string{"act_ct"}}, UnknownTranslator},
+		{"a bridge may have passed it by the rules", []string{one}, flowOf(""), nil,
+			Translators{Modules: []string{"nf_conntrack_bridge"}}, UnknownTranslator},
 		{"iptables-legacy", []string{one}, flowOf(two), nil, Translators{Legacy: true}, Unpredictable},
 		{"IPVS", []string{one}, flowOf(two), nil, Translators{IPVS: true}, Unpredictable},
 		{"not known whether", []string{one}, flowOf(two), nil, Translators{Err: errors.New("x")}, Unpredictable},
@@ -285,12 +287,15 @@ func TestMemo(t *testing.T) {
 				Orig: conntrack.Tuple{Src: p.Src, Dst: p.Dst, SrcPort: p.SrcPort, DstPort: p.DstPort},
 			}
 			j.mu.Lock()
-			got := j.outcome(f)
-			want, _ := j.rules.outcome(p, s.host, s.host.Sent(p.Src))
-			j.mu.Unlock()
-			if !got.equal(want) {
-				t.Fatalf("seed %d: %+v: remembered %s, worked out %s", seed, p, got, want)
+			for _, v := range []view{viewLikely, viewCertain, viewEither, viewAny} {
+				got := j.outcome(f, v)
+				host, origin := j.through(v, f)
+				want, _ := j.rules.outcome(p, host, origin)
+				if !got.equal(want) {
+					t.Errorf("seed %d: view %d: %+v: remembered %s, worked out %s", seed, v, p, got, want)
+				}
 			}
+			j.mu.Unlock()
 		}
 		must(t, j.Close())
 	}

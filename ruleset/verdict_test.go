@@ -118,8 +118,10 @@ func TestVerdictsAllocate(t *testing.T) {
 		Backends: []netip.AddrPort{netip.MustParseAddrPort("198.51.100.30:80")},
 	}
 	must(t, ns.SetNAT(forwards("198.51.100.11:53"), elsewhere))
-	j := newJudge(t, ns, Config{Translators: func() Translators { return Translators{Modules: []string{"act_ct"}} }})
-	v := &Verdicts{Rules: j, Policy: frontend.DefaultPolicy}
+	judge := func(others Translators) *Verdicts {
+		return &Verdicts{Rules: newJudge(t, ns, Config{Translators: func() Translators { return others }}), Policy: frontend.DefaultPolicy}
+	}
+	alone, beside := judge(Translators{}), judge(Translators{Modules: []string{"act_ct"}})
 	other := func(f *conntrack.Flow) *conntrack.Flow {
 		f.Orig.Dst = netip.MustParseAddr("203.0.113.99")
 		return f
@@ -135,6 +137,10 @@ func TestVerdictsAllocate(t *testing.T) {
 		"keep unknown-translator": other(flowOf("198.51.100.11:53")),
 		"keep policy":             answered,
 	} {
+		v := beside
+		if f == answered {
+			v = alone
+		}
 		if got := v.Judge(f); got.String() != want {
 			t.Errorf("%s (%s), want %s", got, got.Why, want)
 		}
