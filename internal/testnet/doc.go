@@ -6,7 +6,10 @@
 // process can enter. Inside, [New] makes further network namespaces, [NewStar]
 // a router with a few of them around it, [NS.SetNAT] loads the rules that a
 // service proxy would, and [Echo] and [Send] put traffic through them that
-// tells which backend served each datagram. Kernel tests find all of this
+// tells which backend served each datagram. For hosts that are less tidy there
+// are links, routes and policy rules of any kind ([Link], [Route], [Rule]),
+// sockets that send from foreign addresses ([SocketOptions]) and packets whose
+// sender need not exist ([Raw]). Kernel tests find all of this
 // wrapped for the testing package in internal/testnet/nstest.
 //
 // Nothing outlives the process: the namespaces have no name in the file

@@ -49,18 +49,13 @@ func (n *NS) veth(name string, peer *NS, peerName string) error {
 		{n, name, netip.MustParsePrefix("fe80::1/64")},
 		{peer, peerName, netip.MustParsePrefix("fe80::2/64")},
 	}
-	// The kernel's own link-local addresses go through a second of duplicate
-	// address detection. Until then it has no source to ask for a neighbour
-	// with (ndisc_solicit), and drops what it should forward.
-	const addrGenModeNone = "1"
 	ipv6 := true
 	for _, e := range ends {
-		err := e.ns.Sysctl("net/ipv6/conf/"+e.name+"/addr_gen_mode", addrGenModeNone)
-		if errors.Is(err, unix.ENOENT) {
-			ipv6 = false // switched off at boot
-		} else if err != nil {
+		has, err := e.ns.withoutLinkLocal(e.name)
+		if err != nil {
 			return err
 		}
+		ipv6 = ipv6 && has
 		if err := e.ns.SetUp(e.name); err != nil {
 			return err
 		}
@@ -76,6 +71,19 @@ func (n *NS) veth(name string, peer *NS, peerName string) error {
 		}
 	}
 	return nil
+}
+
+// withoutLinkLocal keeps the kernel from giving an interface a link-local address,
+// and tells whether it has IPv6. The kernel's own go through a second of duplicate
+// address detection. Until then it has no source to ask for a neighbour with
+// (ndisc_solicit), and drops what it should forward.
+func (n *NS) withoutLinkLocal(ifname string) (ipv6 bool, err error) {
+	const addrGenModeNone = "1"
+	err = n.Sysctl("net/ipv6/conf/"+ifname+"/addr_gen_mode", addrGenModeNone)
+	if errors.Is(err, unix.ENOENT) { // switched off at boot
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // SetUp brings up the interface called ifname.
@@ -106,7 +114,7 @@ func (n *NS) DelAddr(ifname string, prefix netip.Prefix) error {
 // directly reachable on the interface; an empty ifname leaves it to the kernel
 // to find via.
 func (n *NS) AddRoute(dst netip.Prefix, via netip.Addr, ifname string) error {
-	if err := n.route.addRoute(dst, via, ifname); err != nil {
+	if err := n.route.changeRoute(unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, Route{Dst: dst, Via: via, Dev: ifname}); err != nil {
 		return fmt.Errorf("testnet: add route to %s: %w", dst, err)
 	}
 	return nil
@@ -230,33 +238,6 @@ func (c *netlink) changeAddr(typ, flags uint16, ifname string, prefix netip.Pref
 	return c.request(m)
 }
 
-func (c *netlink) addRoute(dst netip.Prefix, via netip.Addr, ifname string) error {
-	h := unix.RtMsg{
-		Family:   family(dst.Addr()),
-		Dst_len:  uint8(dst.Bits()),
-		Table:    unix.RT_TABLE_MAIN,
-		Protocol: unix.RTPROT_STATIC,
-		Scope:    unix.RT_SCOPE_UNIVERSE,
-		Type:     unix.RTN_UNICAST,
-	}
-	if !via.IsValid() {
-		h.Scope = unix.RT_SCOPE_LINK
-	}
-	m := newMessage(unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, h)
-	m.attr(unix.RTA_DST, dst.Masked().Addr().AsSlice())
-	if via.IsValid() {
-		m.attr(unix.RTA_GATEWAY, via.AsSlice())
-	}
-	if ifname != "" {
-		index, err := c.index(ifname)
-		if err != nil {
-			return err
-		}
-		m.uint32(unix.RTA_OIF, index)
-	}
-	return c.request(m)
-}
-
 // index returns the number of an interface. The ioctl asks the socket's
 // namespace, as requests do.
 func (c *netlink) index(ifname string) (uint32, error) {
@@ -373,6 +354,10 @@ func (m *message) attr(typ uint16, value []byte) {
 }
 
 func (m *message) text(typ uint16, value string) { m.attr(typ, append([]byte(value), 0)) }
+
+func (m *message) uint16(typ uint16, value uint16) {
+	m.attr(typ, binary.NativeEndian.AppendUint16(nil, value))
+}
 
 func (m *message) uint32(typ uint16, value uint32) {
 	m.attr(typ, binary.NativeEndian.AppendUint32(nil, value))
