@@ -219,9 +219,9 @@ var ownAddrs = map[netip.Addr]bool{
 	netip.MustParseAddr("192.0.2.1"): true, netip.MustParseAddr("2001:db8::1"): true,
 }
 
-func (k *knowing) Epoch() uint64 { return k.epoch }
-func (k *knowing) Current() bool { return true }
-func (k *knowing) Certain() Host { return k }
+func (k *knowing) Epoch() uint64      { return k.epoch }
+func (k *knowing) Current(uint8) bool { return true }
+func (k *knowing) Certain() Host      { return k }
 
 func (k *knowing) Sent(a netip.Addr) Origin {
 	switch {

@@ -15,9 +15,10 @@ type Host interface {
 	// Epoch moves whenever answers may have changed since the last call, which is
 	// asked before anything else for each flow.
 	Epoch() uint64
-	// Current tells whether the answers are those of this moment. Where something
-	// has changed it makes them so, unless that was done a moment ago.
-	Current() bool
+	// Current tells whether the answers for packets of a protocol are those of this
+	// moment. Where something has changed it makes them so, unless that was done a
+	// moment ago.
+	Current(proto uint8) bool
 	// Certain returns a Host that says only what is true of every packet, at the
 	// same epoch.
 	Certain() Host
@@ -85,7 +86,7 @@ type Unknown struct{}
 func (Unknown) Epoch() uint64 { return 0 }
 
 // Current returns true.
-func (Unknown) Current() bool { return true }
+func (Unknown) Current(uint8) bool { return true }
 
 // Certain returns the Host itself.
 func (u Unknown) Certain() Host { return u }

@@ -1,9 +1,11 @@
 package ruleset
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"maps"
 	"net/netip"
@@ -16,6 +18,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flowsweep/flowsweep/conntrack"
 )
 
 const (
@@ -58,8 +62,10 @@ type NetHost struct {
 	buf     []byte
 	rest    time.Time // no refresh before
 	least   time.Time // nor where a flow would be called stale
+	signs   signs     // as they were at signsAt
 	signsAt time.Time
-	crowd   bool // more routes than are read
+	syn     *os.File // the counters of SYNPROXY; nil: there were none yet
+	crowd   bool     // more routes than are read
 	closed  bool
 }
 
@@ -138,6 +144,9 @@ func (h *NetHost) closeSockets() {
 	if h.events != nil {
 		_ = h.events.Close()
 	}
+	if h.syn != nil {
+		_ = h.syn.Close()
+	}
 	if h.ask >= 0 {
 		_ = unix.Close(h.ask)
 		h.ask = -1
@@ -171,14 +180,14 @@ func (h *NetHost) Epoch() uint64 {
 
 // Current implements [Host]. The kernel tells of a change before the call that
 // makes it returns, so that all that is done by now has been heard of.
-func (h *NetHost) Current() bool {
+func (h *NetHost) Current(proto uint8) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.closed {
 		return true // nothing is known
 	}
 	_ = h.raw.Control(func(fd uintptr) { h.hear(int(fd)) })
-	if time.Since(h.signsAt) >= signsFor && h.readSigns() != h.state.Load().signs {
+	if h.readSigns(proto) != h.state.Load().signs {
 		h.dirty.Store(true)
 	}
 	if h.dirty.Load() {
@@ -241,7 +250,7 @@ func (h *NetHost) refresh() error {
 			return errors.New("addresses and routes: they changed whenever they were read")
 		}
 	}
-	s.signs = h.readSigns()
+	s.signs = h.readSigns(conntrack.TCP)
 	end := time.Now()
 	h.least, h.rest = end.Add(end.Sub(start)), end.Add(restFactor*end.Sub(start))
 	if old.known && old.sum == s.sum && old.signs == s.signs {
@@ -289,36 +298,63 @@ func vanished(old, s *hostState) map[Interface]struct{} {
 	return m
 }
 
-// readSigns reads what no event tells of. What cannot be read may be.
-func (h *NetHost) readSigns() (s signs) {
-	h.signsAt = time.Now()
-	if err := inside(h.namespace, func() error { s = signsAt("/proc"); return nil }); err != nil {
-		return signs{true, true, true}
+// readSigns reads what no event tells of, for flows of a protocol. What cannot be
+// read may be.
+func (h *NetHost) readSigns(proto uint8) signs {
+	if time.Since(h.signsAt) >= signsFor {
+		h.signsAt, h.signs = time.Now(), signs{nonlocal: true, ipvlan: true, synproxy: h.signs.synproxy}
+		_ = inside(h.namespace, func() error { h.signs.nonlocal = nonlocalAt("/proc/sys/net"); return nil })
+		// The slaves are mostly in other namespaces, where they cannot be seen.
+		modules, err := modulesAt("/proc/modules", "ipvlan")
+		h.signs.ipvlan = err != nil || len(modules) > 0
 	}
-	return s
+	h.signs.synproxy = h.signs.synproxy || proto == conntrack.TCP && h.synproxy()
+	return h.signs
 }
 
-// signsAt reads the signs of the calling thread's namespace by the proc file
-// system mounted at proc.
-func signsAt(proc string) (s signs) {
-	for _, name := range []string{"ipv4", "ipv6"} {
-		b, err := os.ReadFile(filepath.Join(proc, "sys/net", name, "ip_nonlocal_bind"))
-		s.nonlocal = s.nonlocal || (err != nil && !errors.Is(err, fs.ErrNotExist)) || strings.TrimSpace(string(b)) == "1"
-	}
-	// A heading, then for each CPU hexadecimal counters, the second of which is of
-	// SYNs (synproxy_cpu_seq_show). The file is in every namespace.
-	b, err := os.ReadFile(filepath.Join(proc, "thread-self/net/stat/synproxy"))
-	s.synproxy = err != nil && !errors.Is(err, fs.ErrNotExist)
-	for line := range strings.Lines(string(b)) {
-		f := strings.Fields(line)
-		if len(f) > 1 && f[0] != "entries" && strings.Trim(f[1], "0") != "" {
-			s.synproxy = true
+// nonlocalAt tells whether sockets may have any address, by the settings of a
+// namespace's network.
+func nonlocalAt(sys string) bool {
+	for _, family := range []string{"ipv4", "ipv6"} {
+		b, err := os.ReadFile(filepath.Join(sys, family, "ip_nonlocal_bind"))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) || strings.TrimSpace(string(b)) == "1" {
+			return true
 		}
 	}
-	// The slaves are mostly in other namespaces, where they cannot be seen.
-	modules, err := modulesAt(filepath.Join(proc, "modules"), "ipvlan")
-	s.ipvlan = err != nil || len(modules) > 0
-	return s
+	return false
+}
+
+// synproxyCounters is in every namespace, once the module is there.
+const synproxyCounters = "/proc/thread-self/net/stat/synproxy"
+
+// synproxy tells whether a SYNPROXY rule of the namespace was met.
+func (h *NetHost) synproxy() bool {
+	if h.syn == nil {
+		if _, err := os.Stat(synproxyCounters); errors.Is(err, fs.ErrNotExist) {
+			return false
+		}
+		err := inside(h.namespace, func() (err error) {
+			h.syn, err = os.Open(synproxyCounters)
+			return err
+		})
+		if err != nil {
+			return true
+		}
+	}
+	var b [16 << 10]byte
+	n, err := h.syn.ReadAt(b[:], 0)
+	return err != nil && !errors.Is(err, io.EOF) || synsIn(b[:n])
+}
+
+// synsIn tells whether the counters show a SYN: a heading, then for each CPU
+// hexadecimal numbers, of which the second is that (synproxy_cpu_seq_show).
+func synsIn(b []byte) bool {
+	for line := range bytes.Lines(b) {
+		if f := bytes.Fields(line); len(f) > 1 && string(f[0]) != "entries" && len(bytes.Trim(f[1], "0")) > 0 {
+			return true
+		}
+	}
+	return false
 }
 
 func (h *NetHost) dump(req []byte, add func(typ uint16, b []byte)) (interrupted bool, err error) {

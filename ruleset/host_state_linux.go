@@ -274,7 +274,7 @@ type certain struct{ *hostState }
 func (c certain) Epoch() uint64 { return c.epoch }
 
 // Current implements [Host].
-func (certain) Current() bool { return true }
+func (certain) Current(uint8) bool { return true }
 
 // Certain implements [Host].
 func (c certain) Certain() Host { return c }

@@ -467,7 +467,7 @@ const (
 // translates any packet so; and one that is not translated, if what is certain of
 // the host leaves no way around the rules.
 func (j *Judge) reconsider(f *conntrack.Flow, v Judgement, o *Outcome) (Judgement, *Outcome) {
-	if !j.host.Current() {
+	if !j.host.Current(f.Proto) {
 		return Judgement{Unpredictable, o.By, whyMoved}, o
 	}
 	if j.host.Epoch() != j.epoch {
