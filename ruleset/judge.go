@@ -590,8 +590,11 @@ func (j *Judge) wayPast(f *conntrack.Flow, h Host, origin Origin, allowed func(H
 	if in := h.Inputs(f.Orig.Src); in != nil {
 		for _, i := range in.List {
 			if allowed(oneWay{h, &Interfaces{ID: 1, List: []Interface{i}}}, origin) {
-				return fmt.Sprintf("no rule translates what comes in by %s, and it may have: "+
-					"rp_filter is not strict there", i.Name)
+				sure := "rp_filter is not strict there"
+				if f.Family == conntrack.IPv6 {
+					sure = "nothing makes sure of the interface for IPv6"
+				}
+				return fmt.Sprintf("no rule translates what comes in by %s, and it may have: %s", i.Name, sure)
 			}
 		}
 	}
