@@ -88,16 +88,29 @@ func (c *Conn) Close() error {
 func (c *Conn) exchange(req []byte, each func(typ uint16, family Family, attrs []byte) error) (interrupted bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if err := c.send(req); err != nil {
+		return false, err
+	}
+	dump := binary.NativeEndian.Uint16(req[6:])&uapi.FDump == uapi.FDump
+	return c.receive(dump, &answer{seq: c.seq, each: each})
+}
+
+// send sends a request with the next sequence number.
+func (c *Conn) send(req []byte) error {
 	if c.fd < 0 {
-		return false, fmt.Errorf("nftables: %w", os.ErrClosed)
+		return fmt.Errorf("nftables: %w", os.ErrClosed)
 	}
 	c.seq++
 	binary.NativeEndian.PutUint32(req[8:], c.seq)
 	if err := retried(func() error { _, err := unix.Write(c.fd, req); return err }); err != nil {
-		return false, fmt.Errorf("nftables: ask the kernel: %w", err)
+		return fmt.Errorf("nftables: ask the kernel: %w", err)
 	}
-	dump := binary.NativeEndian.Uint16(req[6:])&uapi.FDump == uapi.FDump
-	a := answer{seq: c.seq, each: each}
+	return nil
+}
+
+// receive reads the messages that answer a request until the last, which for a
+// dump is one that says so.
+func (c *Conn) receive(dump bool, a *answer) (interrupted bool, err error) {
 	for {
 		var n int
 		err := retried(func() (err error) { n, err = unix.Read(c.fd, c.buf); return err })
@@ -151,18 +164,56 @@ func refused(errno unix.Errno) error {
 // Generation returns the generation of the namespace's ruleset, which moves with
 // every commit, by nft, iptables-nft or anybody else, but neither for elements
 // that packets add or that expire, nor for ipset, iptables-legacy, addresses and
-// routes. It takes about 3 µs.
+// routes. It moves before packets meet anything new. It takes about 3 µs.
 func (c *Conn) Generation() (gen uint32, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.generation(0)
+}
+
+// generation asks for the generation, behind a batch if there is one, whose
+// refusal comes first.
+func (c *Conn) generation(batch uint32) (gen uint32, err error) {
+	if err := c.send(generationRequest()); err != nil {
+		return 0, err
+	}
 	found := false
-	_, err = c.exchange(generationRequest(), func(typ uint16, _ Family, b []byte) error {
+	_, err = c.receive(false, &answer{seq: c.seq, batch: batch, each: func(typ uint16, _ Family, b []byte) error {
 		if typ != uapi.NftNewGen {
 			return errMalformed
 		}
 		gen, found = generation(b)
 		return nil
-	})
+	}})
 	if err == nil && !found {
 		err = fmt.Errorf("nftables: generation: %w", errMalformed)
 	}
 	return gen, err
+}
+
+// barrier waits until no commit is under way, and returns nil if the rules of a
+// generation are then in force, all of them. [ErrStale] says that others are.
+//
+// The generation alone does not tell. It moves as a commit begins to switch over
+// (nft_base_seq_inc in nf_tables_commit), and sets of intervals with
+// concatenations get their new elements last (nft_set_commit_update): until then
+// they look empty, and are empty for packets. An empty batch with the generation
+// takes the mutex that a transaction holds from its first message until its commit
+// is done, and is refused where the generation is another (nf_tables_valid_genid);
+// its own commit changes nothing, not even the generation (nf_tables_commit).
+//
+// Kernels before 6.10 acknowledge no batch that succeeds. So the generation is
+// asked for right behind it: the kernel works off what is sent within the send, so
+// that an answer to that alone says that the batch was taken.
+func (c *Conn) barrier(gen uint32) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.send(emptyBatch(gen)); err != nil {
+		return err
+	}
+	now, err := c.generation(c.seq)
+	if errors.Is(err, unix.ERESTART) || err == nil && now != gen {
+		return ErrStale
+	}
+	return err
 }

@@ -22,6 +22,8 @@ func (*Conn) Close() error { return nil }
 // Generation returns an error that is errors.ErrUnsupported.
 func (*Conn) Generation() (uint32, error) { return 0, errUnsupported }
 
+func (*Conn) barrier(uint32) error { return errUnsupported }
+
 func (*Conn) exchange([]byte, func(uint16, Family, []byte) error) (bool, error) {
 	return false, errUnsupported
 }

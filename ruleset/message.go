@@ -15,8 +15,11 @@ var ErrNoNFT = errors.New("this kernel has no nf_tables")
 
 // answer reads the datagrams that answer one request.
 type answer struct {
-	seq  uint32
-	each func(typ uint16, family Family, attrs []byte) error
+	seq uint32
+	// batch is the sequence number of a batch that was sent before the request;
+	// 0: there was none.
+	batch uint32
+	each  func(typ uint16, family Family, attrs []byte) error
 
 	any         bool // a message came
 	done        bool
@@ -40,7 +43,8 @@ func (a *answer) take(b []byte) error {
 		typ, flags, seq := order.Uint16(b[4:]), order.Uint16(b[6:]), order.Uint32(b[8:])
 		payload := b[uapi.SizeofNlMsghdr:n]
 		b = b[min(align(int(n)), len(b)):]
-		if seq != a.seq { // of a request that was given up
+		refusal := typ == uapi.MsgError && seq == a.batch && a.batch != 0
+		if seq != a.seq && !refusal { // of a request that was given up
 			continue
 		}
 		a.any = true
@@ -85,6 +89,24 @@ func generationRequest() []byte {
 	b := request(uapi.NftGetGen, 0)
 	binary.NativeEndian.PutUint16(b[6:], uapi.FRequest)
 	return b
+}
+
+// emptyBatch is a transaction without content, which takes its turn among the
+// others. The kernel refuses it if the generation is another than gen; 0 is any.
+func emptyBatch(gen uint32) []byte {
+	order := binary.NativeEndian
+	msg := func(typ uint16, attrs ...byte) []byte {
+		b := order.AppendUint32(nil, uint32(uapi.SizeofNlMsghdr+uapi.SizeofNfgenmsg+len(attrs)))
+		b = order.AppendUint16(b, typ)
+		b = order.AppendUint16(b, uapi.FRequest)
+		b = append(b, make([]byte, 8)...)              // sequence, port
+		b = append(b, 0, 0, 0, uapi.SubsysNFTables>>8) // the subsystem, big endian
+		return append(b, attrs...)
+	}
+	id := order.AppendUint16(nil, uapi.SizeofNlAttr+4)
+	id = order.AppendUint16(id, uapi.NfnlBatchGenID)
+	id = binary.BigEndian.AppendUint32(id, gen)
+	return append(msg(uapi.NfnlMsgBatchBegin, id...), msg(uapi.NfnlMsgBatchEnd)...)
 }
 
 func errUnexpected(typ uint16) error {

@@ -48,10 +48,11 @@ type Ruleset struct {
 // get to be.
 const maxOverruns = 16
 
-// Load reads the rules. It returns them only if no message says that they changed
-// meanwhile and the generation was the same before and after; otherwise it tries
-// again for about a second and then returns [ErrChanging]. Where the kernel has no
-// nf_tables the error is [ErrNoNFT].
+// Load reads the rules. It waits for a commit that is under way, and returns the
+// rules only if no message says that they changed meanwhile and the generation was
+// the same before and after; otherwise it tries again for about a second and then
+// returns [ErrChanging]. Where the kernel has no nf_tables the error is
+// [ErrNoNFT].
 func (c *Conn) Load(ctx context.Context) (*Ruleset, error) {
 	wait := retryFirst
 	for try := range attempts {
@@ -77,6 +78,12 @@ var errAgain = errors.New("the ruleset changed while it was read")
 func (c *Conn) load(ctx context.Context) (*Ruleset, error) {
 	before, err := c.Generation()
 	if err != nil {
+		return nil, err
+	}
+	// From here on the generation moves before anything else does.
+	if err := c.barrier(before); errors.Is(err, ErrStale) {
+		return nil, errAgain
+	} else if err != nil {
 		return nil, err
 	}
 	m := newModel()

@@ -42,6 +42,13 @@ func TestRequests(t *testing.T) {
 			14000000 100a 0100 00000000 00000000 # length 20, NFT_MSG_GETGEN, REQUEST
 			00 00 0000                           # nfgenmsg: AF_UNSPEC
 		`, generationRequest()},
+		{"a barrier", `
+			1c000000 1000 0100 00000000 00000000 # length 28, NFNL_MSG_BATCH_BEGIN, REQUEST
+			00 00 000a                           # AF_UNSPEC, NFNETLINK_V0, NFNL_SUBSYS_NFTABLES
+			0800 0100 00010007                   # NFNL_BATCH_GENID
+			14000000 1100 0100 00000000 00000000 # length 20, NFNL_MSG_BATCH_END, REQUEST
+			00 00 000a
+		`, emptyBatch(0x10007)},
 		{"all chains", `
 			14000000 040a 0103 00000000 00000000 # NFT_MSG_GETCHAIN, REQUEST|DUMP
 			00 00 0000

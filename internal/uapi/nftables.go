@@ -3,6 +3,15 @@ package uapi
 // SubsysNFTables is nf_tables' part of a message type (NFNL_SUBSYS_NFTABLES << 8).
 const SubsysNFTables = 10 << 8
 
+// Messages that begin and end a transaction, and the attribute of the first that
+// holds the generation which it is for (linux/netfilter/nfnetlink.h).
+const (
+	NfnlMsgBatchBegin = 0x10
+	NfnlMsgBatchEnd   = 0x11
+
+	NfnlBatchGenID = 1
+)
+
 // enum nf_tables_msg_types (include/uapi/linux/netfilter/nf_tables.h).
 const (
 	NftNewTable   = SubsysNFTables | 0
