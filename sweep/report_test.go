@@ -153,3 +153,55 @@ func TestPace(t *testing.T) {
 		t.Errorf("%v; %d deletes without leave", err, c.calls)
 	}
 }
+
+// moody is a judge whose world moves on before it confirms anything.
+type moody struct {
+	judge
+	confirm func() error
+}
+
+func (m *moody) Confirm() error { return m.confirm() }
+
+var errMoved = errors.New("the world has moved on")
+
+// What was judged is deleted only by a world that still holds at that moment.
+func TestConfirm(t *testing.T) {
+	const right, wrong = frontend.Serving, frontend.BackendGone
+	for _, tt := range []struct {
+		name                 string
+		worlds               []frontend.Reason // after each time that it is asked
+		errs                 []error           // what it says
+		deleted, unconfirmed int
+	}{
+		{"confirmed", []frontend.Reason{wrong}, []error{nil}, 10, 0},
+		{"the flows are right by now", []frontend.Reason{right}, []error{errMoved}, 0, 0},
+		{"they are stale in the new world, too", []frontend.Reason{wrong, wrong}, []error{errMoved, nil}, 10, 0},
+		{"it moves on and on", []frontend.Reason{wrong, wrong, wrong}, []error{errMoved, errMoved, errMoved}, 0, 10},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			world := &moody{judge: judge{{conntrack.IPv4, wrong, frontend.ClusterIP}}}
+			asked := 0
+			c := &fakeConn{flows: make([]conntrack.Flow, 10)}
+			world.confirm = func() error {
+				if asked++; c.calls > 0 || asked > len(tt.errs) {
+					t.Fatalf("asked %d times, after %d deletes", asked, c.calls)
+				}
+				world.judge[0].Reason = tt.worlds[asked-1]
+				return tt.errs[asked-1]
+			}
+			c.outcome = func(_ *conntrack.Flow, r *conntrack.DeleteResult) { r.Deleted++ }
+			s := Sweeper{Conn: c, Judge: world}
+			r, err := s.Run(t.Context(), Plan{Queries: []Query{{}}})
+			if err != nil || r.Deleted != tt.deleted || r.Unconfirmed != tt.unconfirmed || asked != len(tt.errs) {
+				t.Errorf("asked %d times, %+v, %v", asked, r, err)
+			}
+			if r.Judged != 10 || r.Verdicts[wrong] != 10 {
+				t.Errorf("%d of %d were found stale", r.Verdicts[wrong], r.Judged)
+			}
+			asked, c.calls, world.judge[0].Reason, s.DryRun = 0, 0, wrong, true
+			if _, err := s.Run(t.Context(), Plan{Queries: []Query{{}}}); err != nil || asked != 0 {
+				t.Errorf("a dry run asked %d times, %v", asked, err)
+			}
+		})
+	}
+}

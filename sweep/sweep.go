@@ -18,6 +18,13 @@ type Judge interface {
 	Judge(f *conntrack.Flow) frontend.Verdict
 }
 
+// Confirmer is a Judge that can tell whether what it judged by still holds. Right
+// before stale flows are deleted it is asked once for all of them: after an error
+// they are judged anew, and none is deleted that is not confirmed.
+type Confirmer interface {
+	Confirm() error
+}
+
 // Conn is what a sweep needs of a table; *conntrack.Conn is one.
 type Conn interface {
 	Dump(ctx context.Context, f conntrack.Filter) iter.Seq2[*conntrack.Flow, error]
@@ -34,6 +41,10 @@ const pending = 256
 // walks is how often a query is walked at most while the hash table changes its
 // size under it.
 const walks = 3
+
+// confirms is how often a Confirmer is asked for one batch. What it judges by may
+// change without an end.
+const confirms = 3
 
 // Sweeper walks the table, judges, and deletes what is stale.
 type Sweeper struct {
@@ -60,9 +71,12 @@ type Report struct {
 	Verdicts [frontend.Reasons]int
 	conntrack.DeleteResult
 	// Classes splits DeleteResult by what the flows have in common.
-	Classes   map[Class]conntrack.DeleteResult
-	Malformed int // messages of the kernel that held no flow
-	Duration  time.Duration
+	Classes map[Class]conntrack.DeleteResult
+	// Unconfirmed counts flows that were found stale and left, since what they were
+	// judged by changed whenever they were to be deleted. Another pass may find them.
+	Unconfirmed int
+	Malformed   int // messages of the kernel that held no flow
+	Duration    time.Duration
 }
 
 // Class is what flows that were to be deleted have in common.
@@ -153,6 +167,7 @@ func (s *Sweeper) query(ctx context.Context, earlier []Query, q Query, r *Report
 		for i, n := range w.verdicts {
 			r.Verdicts[i] += n
 		}
+		r.Unconfirmed += w.unconfirmed
 		if !again {
 			break
 		}
@@ -174,6 +189,8 @@ type walk struct {
 	verdicts [frontend.Reasons]int
 	sent     [frontend.Reasons]int // verdicts of the flows that were to be deleted
 	deleting time.Duration
+	// unconfirmed is as in Report.
+	unconfirmed int
 }
 
 // group is flows of one class that are about to be deleted.
@@ -225,8 +242,9 @@ func (w *walk) seen(f *conntrack.Flow) bool {
 }
 
 // flush deletes what has been found. Each flow is judged once more, since the
-// desired state may have moved on during the walk. The kernel is asked class by
-// class, so that it is known of which class the flows are that it deleted.
+// desired state may have moved on during the walk, and a Confirmer is asked last.
+// The kernel is asked class by class, so that it is known of which class the flows
+// are that it deleted.
 func (w *walk) flush(ctx context.Context) (err error) {
 	if len(w.stale) == 0 {
 		return nil
@@ -238,12 +256,7 @@ func (w *walk) flush(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	for i := range w.stale {
-		f := &w.stale[i]
-		if v := w.Judge.Judge(f); v.Action == frontend.Delete {
-			w.group(Class{f.Family, v.Reason, v.Kind}, f)
-		}
-	}
+	w.judgeAgain()
 	w.stale = w.stale[:0]
 	for i := range w.groups {
 		g := &w.groups[i]
@@ -254,6 +267,31 @@ func (w *walk) flush(ctx context.Context) (err error) {
 		g.flows = g.flows[:0]
 	}
 	return err
+}
+
+// judgeAgain groups the flows that are still stale, all judged by what holds now.
+func (w *walk) judgeAgain() {
+	c, asks := w.Judge.(Confirmer)
+	for try := 1; ; try++ {
+		n := 0
+		for i := range w.stale {
+			f := &w.stale[i]
+			if v := w.Judge.Judge(f); v.Action == frontend.Delete {
+				w.group(Class{f.Family, v.Reason, v.Kind}, f)
+				n++
+			}
+		}
+		if n == 0 || !asks || c.Confirm() == nil {
+			return
+		}
+		for i := range w.groups {
+			w.groups[i].flows = w.groups[i].flows[:0]
+		}
+		if try == confirms {
+			w.unconfirmed += n
+			return
+		}
+	}
 }
 
 func (w *walk) group(c Class, f *conntrack.Flow) {
@@ -268,7 +306,7 @@ func (w *walk) group(c Class, f *conntrack.Flow) {
 // keepDeletes takes back all counts of a walk that is to be repeated but those
 // of the flows that a repetition will not meet again.
 func (w *walk) keepDeletes() {
-	w.verdicts, w.judged = w.sent, 0
+	w.verdicts, w.judged, w.unconfirmed = w.sent, 0, 0
 	for _, n := range w.sent {
 		w.judged += n
 	}
