@@ -31,6 +31,24 @@ type Conn struct {
 	fd  int // -1 when closed
 	seq uint32
 	buf []byte
+	ask genRequest
+}
+
+// genRequest is a request for the generation and its answer. It is kept, so that
+// asking, which is done for each stale flow, allocates nothing.
+type genRequest struct {
+	req    []byte
+	answer answer
+	gen    uint32
+	found  bool
+}
+
+func (r *genRequest) take(typ uint16, _ Family, b []byte) error {
+	if typ != uapi.NftNewGen {
+		return errMalformed
+	}
+	r.gen, r.found = generation(b)
+	return nil
 }
 
 // Open opens a socket in a network namespace, given as a path; "" is that of the
@@ -38,6 +56,7 @@ type Conn struct {
 // CAP_NET_ADMIN, which shows with the first [Conn.Load].
 func Open(namespace string) (*Conn, error) {
 	c := &Conn{buf: make([]byte, recvBuf)}
+	c.ask.req, c.ask.answer.each = generationRequest(), c.ask.take
 	dial := func() (err error) {
 		c.fd, err = unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
 		return err
@@ -174,21 +193,18 @@ func (c *Conn) Generation() (gen uint32, err error) {
 // generation asks for the generation, behind a batch if there is one, whose
 // refusal comes first.
 func (c *Conn) generation(batch uint32) (gen uint32, err error) {
-	if err := c.send(generationRequest()); err != nil {
+	r := &c.ask
+	if err := c.send(r.req); err != nil {
 		return 0, err
 	}
-	found := false
-	_, err = c.receive(false, &answer{seq: c.seq, batch: batch, each: func(typ uint16, _ Family, b []byte) error {
-		if typ != uapi.NftNewGen {
-			return errMalformed
-		}
-		gen, found = generation(b)
-		return nil
-	}})
-	if err == nil && !found {
-		err = fmt.Errorf("nftables: generation: %w", errMalformed)
+	r.answer, r.found = answer{seq: c.seq, batch: batch, each: r.answer.each}, false
+	if _, err := c.receive(false, &r.answer); err != nil {
+		return 0, err
 	}
-	return gen, err
+	if !r.found {
+		return 0, fmt.Errorf("nftables: generation: %w", errMalformed)
+	}
+	return r.gen, nil
 }
 
 // barrier waits until no commit is under way, and returns nil if the rules of a

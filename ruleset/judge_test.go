@@ -147,7 +147,6 @@ func TestJudgeFollows(t *testing.T) {
 	}
 	is(flowOf(two), BackendGone)
 	must(t, ns.SetNAT(forwards(two)))
-	time.Sleep(2 * freshFor)
 	is(flowOf(two), Unpredictable) // the rules are not the present ones any more
 	is(flowOf(one), Unpredictable)
 	if c := reload(t, j); c.Empty() || !c.Contains(conntrack.UDP, netip.AddrPortFrom(dns().Dst, dns().DstPort)) {
@@ -172,6 +171,75 @@ func TestJudgeFollows(t *testing.T) {
 	is(flowOf(one), Unpredictable)
 	if _, err := j.Reload(t.Context()); err == nil {
 		t.Error("reloaded though it is closed")
+	}
+}
+
+// What was judged is confirmed as long as all that it was judged by still holds.
+func TestConfirm(t *testing.T) {
+	const one, two = "198.51.100.11:5353", "198.51.100.12:53"
+	ns := nstest.New(t)
+	must(t, ns.SetNAT(forwards(one)))
+	host := &knowing{}
+	var others Translators
+	j := newJudge(t, ns, Config{Host: host, Translators: func() Translators { return others }})
+	is := func(f *conntrack.Flow, verdict Verdict, confirm string) {
+		t.Helper()
+		if got := j.Judge(f); got.Verdict != verdict {
+			t.Errorf("%s (%s), want %s", got.Verdict, got.Why, verdict)
+		}
+		if err := j.Confirm(); err == nil && confirm != "" || err != nil && err.Error() != confirm {
+			t.Errorf("confirmed with %v, want %q", err, confirm)
+		}
+	}
+	is(flowOf(two), BackendGone, "")
+	host.epoch++
+	if err := j.Confirm(); !errors.Is(err, errHost) {
+		t.Errorf("after an address has come: %v", err)
+	}
+	is(flowOf(two), BackendGone, "")
+
+	must(t, ns.SetNAT())
+	if err := j.Confirm(); !errors.Is(err, ErrStale) || !errors.Is(j.Err(), ErrStale) {
+		t.Errorf("after a commit: %v, %v", err, j.Err())
+	}
+	is(flowOf(two), Unpredictable, ErrStale.Error())
+	reload(t, j)
+	is(flowOf(two), FrontendGone, "")
+
+	others.Modules = []string{"act_ct"}
+	if err := j.Confirm(); !errors.Is(err, errOthers) {
+		t.Errorf("after tc may translate: %v", err)
+	}
+	other := flowOf(two)
+	other.Orig.DstPort++ // that no rule was seen for
+	is(other, UnknownTranslator, "")
+	others = Translators{IPVS: true}
+	if err := j.Confirm(); !errors.Is(err, errOthers) {
+		t.Errorf("after a service of IPVS has come: %v", err)
+	}
+	is(flowOf(two), Unpredictable, others.String())
+	others = Translators{}
+	if err := j.Confirm(); !errors.Is(err, errOthers) {
+		t.Errorf("after it has gone: %v", err)
+	}
+	is(flowOf(two), FrontendGone, "")
+	must(t, j.conn.Close())
+	is(flowOf(two), Unpredictable, "nftables: file already closed")
+}
+
+// What else translates is looked for when a flow is about to be called stale.
+func TestOthersAtOnce(t *testing.T) {
+	ns := nstest.New(t)
+	must(t, ns.SetNAT(forwards("198.51.100.11:5353")))
+	var others Translators
+	j := newJudge(t, ns, Config{Translators: func() Translators { return others }})
+	f := flowOf("198.51.100.12:53")
+	if v := j.Judge(f); v.Verdict != BackendGone {
+		t.Fatalf("%+v", v)
+	}
+	others.Legacy = true
+	if v := j.Judge(f); v.Verdict != Unpredictable || v.Why != others.String() {
+		t.Errorf("%+v", v)
 	}
 }
 

@@ -150,6 +150,9 @@ func (v *Verdicts) Reload(ctx context.Context) (Change, error) { return v.Rules.
 // Err is Judge.Err.
 func (v *Verdicts) Err() error { return v.Rules.Err() }
 
+// Confirm is Judge.Confirm.
+func (v *Verdicts) Confirm() error { return v.Rules.Confirm() }
+
 // Outcome is Judge.Outcome.
 func (v *Verdicts) Outcome(d Destination) *Outcome { return v.Rules.Outcome(d) }
 

@@ -118,10 +118,11 @@ func TestVerdictsAllocate(t *testing.T) {
 		Backends: []netip.AddrPort{netip.MustParseAddrPort("198.51.100.30:80")},
 	}
 	must(t, ns.SetNAT(forwards("198.51.100.11:53"), elsewhere))
-	judge := func(others Translators) *Verdicts {
+	judge := func(list ...string) *Verdicts {
+		others := Translators{Modules: list}
 		return &Verdicts{Rules: newJudge(t, ns, Config{Translators: func() Translators { return others }}), Policy: frontend.DefaultPolicy}
 	}
-	alone, beside := judge(Translators{}), judge(Translators{Modules: []string{"act_ct"}})
+	alone, beside := judge(), judge("act_ct")
 	other := func(f *conntrack.Flow) *conntrack.Flow {
 		f.Orig.Dst = netip.MustParseAddr("203.0.113.99")
 		return f
