@@ -412,7 +412,7 @@ func (a *Agent) run(ctx context.Context, j *job) (p Pass) {
 	late := false // the rules are read after the pass
 	switch {
 	case a.byRules:
-		defer func() { a.keep(j, p.Err) }()
+		defer func() { a.keep(j, &p) }()
 		if p.Err = a.readForPass(ctx, j); p.Err != nil {
 			return p
 		}

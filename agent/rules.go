@@ -19,6 +19,7 @@ type Rules interface {
 	// Judge judges by the rules: frontend.Serving is a flow as they may make it
 	// now. The policy is to allow everything where the agent has sources.
 	sweep.Judge
+	sweep.Confirmer
 	sweep.Scoper
 	// Reload reads the rules anew if they have changed, and tells what that makes
 	// suspect.
@@ -260,6 +261,18 @@ func (c cautious) rules(f *conntrack.Flow) may {
 	return mayBe
 }
 
+// Confirm implements sweep.Confirmer. What the rules cannot tell goes by time, and
+// is not for them to confirm.
+func (c cautious) Confirm() error {
+	if !c.job.exact {
+		return nil
+	}
+	if err := c.exact.Err(); err != nil && !errors.Is(err, ruleset.ErrStale) {
+		return nil
+	}
+	return c.exact.Confirm()
+}
+
 // leave leaves a flow that the rules would make again, and sees to it that it is
 // looked at when they change.
 func (c cautious) leave(f *conntrack.Flow, v frontend.Verdict) {
@@ -386,6 +399,9 @@ func (p patient) Judge(f *conntrack.Flow) frontend.Verdict {
 	return v
 }
 
+// Confirm implements sweep.Confirmer.
+func (p patient) Confirm() error { return p.exact.Confirm() }
+
 // readForPass reads the rules and tells a job what they have made suspect.
 func (a *Agent) readForPass(ctx context.Context, j *job) error {
 	ch, err := a.exact.Reload(ctx)
@@ -408,13 +424,13 @@ func (a *Agent) readForPass(ctx context.Context, j *job) error {
 }
 
 // keep keeps what a pass was about that failed, or whose rules changed under it.
-func (a *Agent) keep(j *job, err error) {
-	stale := errors.Is(a.exact.Err(), ruleset.ErrStale)
+func (a *Agent) keep(j *job, p *Pass) {
+	stale := errors.Is(a.exact.Err(), ruleset.ErrStale) || p.Report.Unconfirmed > 0
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.saved.dirty = true // flows may have shown more of what rules translate
 	a.alone.candidates.forget(j.start.Add(-2 * goneAfter))
-	if err == nil && !stale {
+	if p.Err == nil && !stale {
 		return
 	}
 	a.alone.pending.change.Add(j.change)

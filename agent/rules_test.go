@@ -28,6 +28,8 @@ type simRules struct {
 	known map[int][]byte // as they were read last
 	err   error
 	seen  map[ruleset.Destination]bool
+	// meanwhile, if set, happens once before what was judged is confirmed.
+	meanwhile func()
 }
 
 func newSimRules(w *world, slow time.Duration) *simRules {
@@ -75,6 +77,18 @@ func (r *simRules) Err() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.err
+}
+
+func (r *simRules) Confirm() error {
+	r.mu.Lock()
+	do := r.meanwhile
+	r.meanwhile = nil
+	r.mu.Unlock()
+	if do != nil {
+		do()
+	}
+	r.fresh()
+	return r.Err()
 }
 
 func (r *simRules) Judge(f *conntrack.Flow) frontend.Verdict {
@@ -370,6 +384,67 @@ func TestByRules(t *testing.T) {
 		if w.wrong != nil {
 			t.Error(w.wrong)
 		}
+	})
+}
+
+// Rules that are committed when flows are about to be deleted decide about these
+// flows: none that is right by then is deleted, and none that is stale is forgotten.
+func TestConfirmedBeforeDelete(t *testing.T) {
+	t.Run("by a source", func(t *testing.T) {
+		exactly(t, func(r *simRun, a *Agent, _ *observed) {
+			rules := a.exact.(*simRules)
+			rules.meanwhile = func() { r.w.commit(0, []byte{1}) }
+			r.truth[0] = []byte{2}
+			r.tell(0)
+			r.w.commit(0, []byte{2})
+			time.Sleep(5 * time.Second)
+			if n := r.w.deleted(); n != 0 || rules.meanwhile != nil {
+				t.Errorf("deleted %d flows that the rules would make again; asked %t", n, rules.meanwhile == nil)
+			}
+			r.w.commit(0, []byte{2})
+			time.Sleep(2 * time.Second)
+			if n := r.w.deleted(); n != 1 {
+				t.Errorf("deleted %d flows, want 1", n)
+			}
+		})
+	})
+	t.Run("by the rules", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			w := newWorld(true)
+			w.exact = true
+			w.commit(0, []byte{1})
+			w.knowRules(0)
+			rules := newSimRules(w, 0)
+			a := New(Options{Conn: w, Ruleset: w, Rules: rules, Config: Config{
+				Policy: frontend.DefaultPolicy, Window: simWindow, FullPass: time.Hour, WalkBudget: 0.1,
+			}})
+			ctx, cancel := context.WithCancel(t.Context())
+			var work sync.WaitGroup
+			work.Go(func() { _ = a.Run(ctx) })
+			defer work.Wait()
+			defer cancel()
+			w.send(0, 1)
+			time.Sleep(time.Second)
+			change := func(b byte) {
+				w.commit(0, []byte{b})
+				w.knowRules(0)
+			}
+			rules.meanwhile = func() { change(1) }
+			change(2)
+			time.Sleep(5 * time.Second)
+			if n := w.deleted(); n != 0 || rules.meanwhile != nil {
+				t.Errorf("deleted %d flows that are right again; asked %t", n, rules.meanwhile == nil)
+			}
+			rules.meanwhile = func() { change(3) } // stale by these, too
+			change(2)
+			time.Sleep(5 * time.Second)
+			if n := w.deleted(); n != 1 {
+				t.Errorf("deleted %d flows, want 1", n)
+			}
+			if w.wrong != nil {
+				t.Error(w.wrong)
+			}
+		})
 	})
 }
 

@@ -223,6 +223,7 @@ func (r *rules) passes(ctx context.Context, sw *sweep.Sweeper, plan sweep.Plan) 
 		if err != nil {
 			return all, err
 		}
+		r.changed = r.changed || one.Unconfirmed > 0
 		c, err := r.reload()
 		if err == nil {
 			err = r.Rules.Err()

@@ -315,6 +315,67 @@ func TestRulesMove(t *testing.T) {
 	}
 }
 
+// committing lets somebody commit whenever flows are about to be deleted.
+type committing struct {
+	*rules
+	commit func()
+}
+
+func (c committing) Confirm() error {
+	c.commit()
+	return c.rules.Confirm()
+}
+
+// Rules that are committed between the second judgement and the delete decide: no
+// flow is deleted that they would make, and the table is walked until what they
+// make stale is gone.
+func TestRulesMoveBeforeDelete(t *testing.T) {
+	const flows = 30 // ten to the second backend
+	for _, tt := range []struct {
+		name    string
+		commits int
+		other   bool // they change what the flows do not meet
+		left    int
+		fails   bool
+	}{
+		{"not", 0, false, 20, false},
+		{"once", 1, false, 10, false},
+		{"twice", 2, false, 20, false},
+		{"without an end", 1000, false, 30, true},
+		{"without an end, elsewhere", 1000, true, 30, true},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			ns, c := created(t, flows)
+			r, err := (&inputs{netns: ns.Path()}).readRules(t.Context(), frontend.DefaultPolicy, nil)
+			must(t, err)
+			defer r.Rules.Close()
+			n := 0
+			judge := committing{r, func() {
+				if n++; n > tt.commits {
+					return
+				}
+				if tt.other {
+					setNAT(t, ns, forwarding{vips[0]: backends[0], vips[1]: backends[n%2]})
+				} else {
+					setNAT(t, ns, forwarding{vips[0]: backends[n%2]})
+				}
+			}}
+			p, err := sweep.NewPlanner(t.Context(), c, r, conntrack.IPv4)
+			must(t, err)
+			sw := sweep.Sweeper{Conn: c, Judge: judge, OnFlow: func(*conntrack.Flow, frontend.Verdict) {}}
+			report, err := r.passes(t.Context(), &sw, p.Full())
+			if (err != nil) != tt.fails || tt.fails && !strings.Contains(err.Error(), "stale flows may be left") {
+				t.Error(err)
+			}
+			left, err := c.List(t.Context(), conntrack.Filter{})
+			must(t, err)
+			if len(left) != tt.left || report.Deleted != flows-tt.left {
+				t.Errorf("%d flows are left, want %d; %d deleted", len(left), tt.left, report.Deleted)
+			}
+		})
+	}
+}
+
 // What rules say of a destination and of a flow.
 func TestExplainByRules(t *testing.T) {
 	ns, _ := created(t, 6)
