@@ -408,7 +408,7 @@ func (j *Judge) Confirm() error {
 	case j.stale:
 	case j.others.unread():
 		err = errors.New(j.others.String())
-	case j.host.Epoch() != j.epoch:
+	case !j.host.Current(conntrack.TCP), j.host.Epoch() != j.epoch:
 		err = errHost
 	}
 	j.mu.Unlock()
