@@ -97,7 +97,9 @@ func (s *site) from(a string) netip.AddrPort  { return netip.AddrPortFrom(s.at(a
 func (s *site) network(a string) netip.Prefix { return s.prefix(a + "/{len}") }
 func (s *site) lonely(a string) netip.Prefix  { return s.prefix(a + "/{full}") }
 func (s *site) rpFilter(ifname, value string) { s.sysctl("net.ipv4.conf."+ifname+".rp_filter", value) }
-func (s *site) sysctl(name, value string)     { s.t.Helper(); must(s.t, s.host.Sysctl(name, value)) }
+
+func (s *site) sysctl(name, value string) { s.t.Helper(); must(s.t, s.host.Sysctl(name, value)) }
+
 func (s *site) noAddr(ns *testnet.NS, i, a string) {
 	s.t.Helper()
 	must(s.t, ns.DelAddr(i, s.network(a)))

@@ -73,12 +73,18 @@ func TestCertain(t *testing.T) {
 		{"AnyIP", ip("route add local 192.0.2.0/24 dev lo"), "192.0.2.7", "unsure [r0 r1 s0]"},
 		{"AnyIP, elsewhere", ip("route add local 192.0.2.0/24 dev lo"), client, "foreign [r0 r1 s0]"},
 		{"any address may be bound", sysctl("net.ipv4.ip_nonlocal_bind", "1"), client, "unsure [r0 r1 s0]"},
-		{"an interface went", ip("link add gone type veth peer name other", "link del gone"), client,
-			"foreign [gone other r0 r1 s0]"},
-		{"containers behind a bridge", ip("link add br0 type bridge", "addr add 172.17.0.1/16 dev br0", "link set br0 up"),
-			client, "foreign [r0 r1 s0]"},
-		{"the containers themselves", ip("link add br0 type bridge", "addr add 172.17.0.1/16 dev br0", "link set br0 up"),
-			"172.17.0.2", "foreign [br0 r0 r1 s0]"},
+		{
+			"an interface went", ip("link add gone type veth peer name other", "link del gone"), client,
+			"foreign [gone other r0 r1 s0]",
+		},
+		{
+			"containers behind a bridge", ip("link add br0 type bridge", "addr add 172.17.0.1/16 dev br0", "link set br0 up"),
+			client, "foreign [r0 r1 s0]",
+		},
+		{
+			"the containers themselves", ip("link add br0 type bridge", "addr add 172.17.0.1/16 dev br0", "link set br0 up"),
+			"172.17.0.2", "foreign [br0 r0 r1 s0]",
+		},
 		{"a bridge without a network", ip("link add br0 type bridge"), client, "foreign [br0 r0 r1 s0]"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -195,15 +201,21 @@ func TestWayPast(t *testing.T) {
 	}{
 		{"by address", none, "ip daddr 203.0.113.10 udp dport 53 " + dnat, client, public, Untranslated, ""},
 		{"by type of address", none, "fib daddr type local udp dport 53 " + dnat, client, own, Untranslated, ""},
-		{"by interface", none, `iifname "r0" udp dport 53 ` + dnat, client, public, Unpredictable,
-			"no rule translates what comes in by r1, and it may have: rp_filter is not strict there"},
+		{
+			"by interface", none, `iifname "r0" udp dport 53 ` + dnat, client, public, Unpredictable,
+			"no rule translates what comes in by r1, and it may have: rp_filter is not strict there",
+		},
 		{"by interface, strict", strict, `iifname "r0" udp dport 53 ` + dnat, client, public, Untranslated, ""},
 		{"by index, strict", strict, `iif "r0" udp dport 53 ` + dnat, client, public, Untranslated, ""},
-		{"by interface, strict, IPv6", strict, `iifname "r0" udp dport 53 dnat ip6 to 2001:db8:3::2`, "[2001:db8:1::2]:40000",
-			"[2001:db8:5::1]:53", Unpredictable, "comes in by r1, and it may have: nothing makes sure of the interface for IPv6"},
+		{
+			"by interface, strict, IPv6", strict, `iifname "r0" udp dport 53 dnat ip6 to 2001:db8:3::2`, "[2001:db8:1::2]:40000",
+			"[2001:db8:5::1]:53", Unpredictable, "comes in by r1, and it may have: nothing makes sure of the interface for IPv6",
+		},
 		{"not from containers", docker, `iifname != "docker0" udp dport 53 ` + dnat, client, public, Untranslated, ""},
-		{"not from a bridge of others", func(t *testing.T, s *scene) { s.run(t, "", "ip", "link", "add", "br0", "type", "bridge") },
-			`iifname != "br0" udp dport 53 ` + dnat, client, public, Unpredictable, "comes in by br0"},
+		{
+			"not from a bridge of others", func(t *testing.T, s *scene) { s.run(t, "", "ip", "link", "add", "br0", "type", "bridge") },
+			`iifname != "br0" udp dport 53 ` + dnat, client, public, Unpredictable, "comes in by br0",
+		},
 		{"to this host", none, "udp dport 53 redirect to :5353", client, public, Unpredictable, "transparent proxy"},
 		{"to this host's address", none, "udp dport 53 dnat to 10.1.0.1:5353", client, public, Unpredictable, "transparent proxy"},
 		{"beside a transparent proxy", func(t *testing.T, s *scene) {
