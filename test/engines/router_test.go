@@ -102,6 +102,7 @@ func newRouter(t testing.TB, r *report, fw firewall) *stage {
 	network := netip.MustParsePrefix("198.51.100.0/24")
 	h := newHost(t, testnet.Leaf{Name: "backends", Prefixes: []netip.Prefix{network}})
 	must(t, h.ns.AddAddr("client", netip.PrefixFrom(public, 32)))
+	strict(t, h, "1") // or it would not be certain by which interface a flow came in
 	s := newStage(t, r, "router, "+fw.name, h)
 	for _, b := range backends {
 		must(t, h.star.Leaf("backends").AddAddr("eth0", netip.PrefixFrom(b, network.Bits())))
@@ -111,6 +112,12 @@ func newRouter(t testing.TB, r *report, fw firewall) *stage {
 	}
 	s.listen(t, s.ns, at(public, 51000))
 	return s
+}
+
+// strict sets rp_filter, 1 of which is strict.
+func strict(t testing.TB, h *host, value string) {
+	t.Helper()
+	must(t, h.ns.Sysctl("net.ipv4.conf.all.rp_filter", value))
 }
 
 // bystandRouter starts what cases must leave alone, once there are rules.
@@ -203,6 +210,10 @@ func router(t *testing.T, r *report, fw firewall) {
 		s.judged(verdicts{first: "plain", last: "plain", beside: "plain", own: "plain", past: "plain"})
 
 		load(s, fw.rules(50099, backends[0]))
+		strict(s, s.host, "2")
+		const open = "unpredictable: no rule translates what comes in by backends, and it may have: rp_filter is not strict there"
+		s.judged(verdicts{first: open, last: open, beside: "plain", own: "plain", past: "plain"})
+		strict(s, s.host, "1")
 		s.unanswered(first, beside)
 		s.swept(verdicts{first: "untranslated", last: "untranslated", beside: "plain", own: "plain", past: "plain"})
 		s.answered(at(backends[0], 50000), first, past)
