@@ -357,3 +357,59 @@ func BenchmarkSweep(b *testing.B) {
 		})
 	}
 }
+
+// An answer that comes after the delete makes a flow of the other direction, which
+// holds the client. It is deleted, too, and the client's next datagram is the first
+// of a new flow again; a flow that the client has made anew meanwhile stays.
+func TestLateAnswers(t *testing.T) {
+	for _, tt := range []struct {
+		name  string
+		again func(f conntrack.Flow) conntrack.Flow // what is there after the delete
+		late  int
+	}{
+		{"a late answer", func(f conntrack.Flow) conntrack.Flow {
+			f.Orig, f.Reply = f.Reply, f.Orig
+			return f
+		}, 1},
+		{"made anew, untranslated", func(f conntrack.Flow) conntrack.Flow { return f }, 0},
+		{"made anew, translated", func(f conntrack.Flow) conntrack.Flow {
+			f.Reply.Src, f.Reply.SrcPort = netip.MustParseAddr("198.51.100.11"), 5353
+			return f
+		}, 0},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			c := kernelTable(t)
+			tab := frontend.NewTable(frontend.Options{Policy: frontend.DefaultPolicy})
+			tab.Set("s", []frontend.Frontend{{
+				Owner: "s", Proto: conntrack.UDP, Addr: netip.MustParseAddr("203.0.113.10"), Ports: frontend.Port(53),
+				Valid: frontend.NewBackends(netip.MustParseAddrPort(alive)), Usable: 1,
+			}})
+			stale := flow(conntrack.UDP, vip, vip, 1) // not translated
+			stale.Status |= conntrack.StatusSeenReply
+			silent := flow(conntrack.UDP, vip, vip, 2)
+			create(t, c, stale, silent)
+			p, err := NewPlanner(t.Context(), c, tab, conntrack.IPv4)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s := Sweeper{Conn: c, Judge: tab, Late: &LateAnswers{}}
+			if r, err := s.Run(t.Context(), p.Full()); err != nil || r.Deleted != 2 || r.Late != 0 {
+				t.Fatalf("%v, %+v", err, r)
+			}
+			made := tt.again(stale)
+			late := tt.again(silent) // which nobody had answered: whoever made it meant to
+			create(t, c, made, late)
+			if n, err := s.Late.Clean(t.Context(), c); err != nil || n != tt.late {
+				t.Errorf("%d deleted, %v, want %d", n, err, tt.late)
+			}
+			for _, x := range []struct {
+				f    conntrack.Flow
+				want bool
+			}{{made, tt.late == 0}, {late, true}} {
+				if _, ok, err := c.Get(t.Context(), x.f); ok != x.want || err != nil {
+					t.Errorf("%s is there: %t, %v", &x.f, ok, err)
+				}
+			}
+		})
+	}
+}

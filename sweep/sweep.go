@@ -56,6 +56,9 @@ type Sweeper struct {
 	// stale is judged again after it, since a wait inside Conn.Delete would leave
 	// time for a flow to become right.
 	Pace func(ctx context.Context, flows int) error
+	// Late, if set, remembers what late answers may make of deleted flows, and
+	// deletes that when a run begins and when it ends.
+	Late *LateAnswers
 	// OnFlow, if set, sees each judged flow, which is borrowed as in Conn.Dump. A
 	// walk that has to be repeated shows its flows again.
 	OnFlow func(f *conntrack.Flow, v frontend.Verdict)
@@ -75,6 +78,7 @@ type Report struct {
 	// Unconfirmed counts flows that were found stale and left, since what they were
 	// judged by changed whenever they were to be deleted. Another pass may find them.
 	Unconfirmed int
+	Late        int // flows deleted that late answers had made
 	Malformed   int // messages of the kernel that held no flow
 	Duration    time.Duration
 }
@@ -128,6 +132,17 @@ func (s *Sweeper) Run(ctx context.Context, p Plan) (Report, error) {
 	start := time.Now()
 	var errs []error
 	var done []Query
+	late := func() {
+		if s.DryRun || s.Late == nil || ctx.Err() != nil {
+			return
+		}
+		n, err := s.Late.Clean(ctx, s.Conn)
+		r.Late += n
+		if err != nil {
+			errs = append(errs, err)
+		}
+	}
+	late()
 	for _, q := range p.Queries {
 		if err := s.query(ctx, done, q, &r); err != nil {
 			errs = append(errs, err)
@@ -139,6 +154,7 @@ func (s *Sweeper) Run(ctx context.Context, p Plan) (Report, error) {
 			break
 		}
 	}
+	late()
 	r.Duration = time.Since(start)
 	return r, errors.Join(errs...)
 }
@@ -262,6 +278,9 @@ func (w *walk) flush(ctx context.Context) (err error) {
 		g := &w.groups[i]
 		if len(g.flows) > 0 && err == nil {
 			err = w.report.delete(ctx, w.Conn, g.Class, g.flows)
+			if w.Late != nil {
+				w.Late.note(g.flows)
+			}
 			w.sent[g.Reason] += len(g.flows)
 		}
 		g.flows = g.flows[:0]
