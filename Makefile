@@ -58,7 +58,7 @@ fuzz: ## each fuzz target for FUZZTIME (30s, or 20000x: so many runs)
 		$(GO) test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) $$pkg </dev/null || exit 1; \
 	done
 
-differential: ## what the ruleset package predicts against the kernel, for DIFFERENTIAL (10m)
+differential: ## what the ruleset package predicts and judges against the kernel, for twice DIFFERENTIAL (10m)
 	FLOWSWEEP_DIFFERENTIAL_FOR=$(or $(DIFFERENTIAL),10m) \
 		$(GO) test -count=1 -timeout 1h -v -run TestDifferential ./ruleset
 
