@@ -8,6 +8,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/internal/uapi"
@@ -72,6 +75,14 @@ func TestCertain(t *testing.T) {
 		{"a local route in main", ip("route add local 192.0.2.0/24 dev lo table main"), client, "unsure [r0 r1 s0]"},
 		{"AnyIP", ip("route add local 192.0.2.0/24 dev lo"), "192.0.2.7", "unsure [r0 r1 s0]"},
 		{"AnyIP, elsewhere", ip("route add local 192.0.2.0/24 dev lo"), client, "foreign [r0 r1 s0]"},
+		{"own address, IPv6", sysctl(), "2001:db8:1::1", "unsure [r0 r1 s0]"},
+		{"others may send with own addresses", sysctl("net.ipv4.conf.all.accept_local", "1"), own, "unsure [r0 r1 s0]"},
+		{
+			"others may, by one interface", func(t *testing.T, s *scene) {
+				must(t, s.router.Sysctl("net.ipv4.conf.r1.accept_local", "1"))
+				s.run(t, "", "ip", "link", "set", "r1", "alias", "x") // no event tells of the setting
+			}, own, "unsure [r0 r1 s0]",
+		},
 		{"any address may be bound", sysctl("net.ipv4.ip_nonlocal_bind", "1"), client, "unsure [r0 r1 s0]"},
 		{
 			"an interface went", ip("link add gone type veth peer name other", "link del gone"), client,
@@ -160,6 +171,29 @@ func TestBridgeTracks(t *testing.T) {
 				t.Errorf("doubt %q", why)
 			}
 		})
+	}
+}
+
+// A raw socket whose packets are flows of the host's makes sources unsure.
+func TestRawSockets(t *testing.T) {
+	for proto, want := range map[int]string{255: "unsure", 17: "unsure", 1: "foreign", 89: "foreign"} {
+		s := newScene(t)
+		var fd int
+		must(t, s.router.Do(func() (err error) {
+			fd, err = unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, proto)
+			return err
+		}))
+		defer unix.Close(fd)
+		s.host.mu.Lock()
+		s.host.signsAt, s.host.least = time.Time{}, time.Time{}
+		s.host.mu.Unlock()
+		if !s.host.Current(conntrack.UDP) {
+			t.Fatal("not current")
+		}
+		got := [...]string{"unsure", "foreign", "own"}[s.host.Certain().Sent(netip.MustParseAddr("10.1.0.2"))]
+		if got != want {
+			t.Errorf("beside a raw socket of protocol %d a client is %s, want %s", proto, got, want)
+		}
 	}
 }
 

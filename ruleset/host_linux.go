@@ -302,8 +302,8 @@ func vanished(old, s *hostState) map[Interface]struct{} {
 // read may be.
 func (h *NetHost) readSigns(proto uint8) signs {
 	if time.Since(h.signsAt) >= signsFor {
-		h.signsAt, h.signs = time.Now(), signs{nonlocal: true, ipvlan: true, synproxy: h.signs.synproxy}
-		_ = inside(h.namespace, func() error { h.signs.nonlocal = nonlocalAt("/proc/sys/net"); return nil })
+		h.signsAt, h.signs = time.Now(), signs{nonlocal: true, raw: true, accept: true, ipvlan: true, synproxy: h.signs.synproxy}
+		_ = inside(h.namespace, func() error { h.signs.at("/proc"); return nil })
 		// The slaves are mostly in other namespaces, where they cannot be seen.
 		modules, err := modulesAt("/proc/modules", "ipvlan")
 		h.signs.ipvlan = err != nil || len(modules) > 0
@@ -312,13 +312,34 @@ func (h *NetHost) readSigns(proto uint8) signs {
 	return h.signs
 }
 
-// nonlocalAt tells whether sockets may have any address, by the settings of a
-// namespace's network.
-func nonlocalAt(sys string) bool {
-	for _, family := range []string{"ipv4", "ipv6"} {
-		b, err := os.ReadFile(filepath.Join(sys, family, "ip_nonlocal_bind"))
-		if err != nil && !errors.Is(err, fs.ErrNotExist) || strings.TrimSpace(string(b)) == "1" {
-			return true
+// at reads the signs of the calling thread's namespace by the proc file system
+// mounted at proc.
+func (s *signs) at(proc string) {
+	sys := func(name string) bool {
+		b, err := os.ReadFile(filepath.Join(proc, "sys/net", name))
+		return err != nil && !errors.Is(err, fs.ErrNotExist) || strings.TrimSpace(string(b)) == "1"
+	}
+	s.nonlocal = sys("ipv4/ip_nonlocal_bind") || sys("ipv6/ip_nonlocal_bind")
+	s.accept = sys("ipv4/conf/all/accept_local")
+	s.raw = false
+	for _, name := range []string{"raw", "raw6"} {
+		b, err := os.ReadFile(filepath.Join(proc, "thread-self/net", name))
+		s.raw = s.raw || err != nil && !errors.Is(err, fs.ErrNotExist) || sendsAny(b)
+	}
+}
+
+// sendsAny tells whether a list of raw sockets has one whose packets may have ports:
+// of a protocol that has them, or of IPPROTO_RAW. It is a heading, then for each
+// socket an index, the local address, a colon and the protocol in hexadecimal digits
+// (raw_sock_seq_show).
+func sendsAny(list []byte) bool {
+	for line := range bytes.Lines(list) {
+		if f := bytes.Fields(line); len(f) > 1 {
+			_, proto, _ := bytes.Cut(f[1], []byte{':'})
+			switch string(proto) {
+			case "0006", "0011", "0084", "00FF":
+				return true
+			}
 		}
 	}
 	return false

@@ -128,6 +128,11 @@ func (r *reading) link(typ uint16, b []byte) {
 			l.name = string(a.text())
 		case unix.IFLA_MASTER:
 			l.master = a.host32()
+		case unix.IFLA_AF_SPEC:
+			if acceptLocal(find(find(a.val, unix.AF_INET), iflaInetConf)) {
+				r.accept = true
+				r.note(1)
+			}
 		case unix.IFLA_LINKINFO:
 			kind := walk(find(a.val, unix.IFLA_INFO_KIND))
 			kind.val = kind.rest
@@ -145,8 +150,18 @@ func (r *reading) link(typ uint16, b []byte) {
 	}
 }
 
-// From linux/netconf.h.
+// acceptLocal tells whether accept_local is among the settings of an interface, an
+// array of numbers (inet_fill_link_af).
+func acceptLocal(conf []byte) bool {
+	at := 4 * (devconfAcceptLocal - 1)
+	return len(conf) >= at+4 && binary.NativeEndian.Uint32(conf[at:]) != 0
+}
+
+// From linux/if_link.h, linux/ip.h and linux/netconf.h.
 const (
+	iflaInetConf       = 1  // IFLA_INET_CONF
+	devconfAcceptLocal = 23 // IPV4_DEVCONF_ACCEPT_LOCAL
+
 	sizeofNetconfmsg = 1 // struct netconfmsg
 	netconfaIfindex  = 1 // NETCONFA_IFINDEX
 	netconfaRPFilter = 3 // NETCONFA_RP_FILTER

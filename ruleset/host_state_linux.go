@@ -32,6 +32,7 @@ type hostState struct {
 	// proxies have them, for the answers to what they send from others' addresses.
 	elsewhere bool
 	ipvlan    bool // there are such links here
+	accept    bool // accept_local is set for some interface
 	signs     signs
 	moved     map[netip.Addr]struct{}
 	// gone are interfaces that are no more.
@@ -50,11 +51,16 @@ type link struct {
 // and shows in no route.
 type signs struct {
 	nonlocal bool // net.ipv4.ip_nonlocal_bind, or IPv6's: sockets may have any address
+	raw      bool // a raw socket writes headers of its own, as samplicators do
 	synproxy bool // SYNPROXY sends to servers with the clients' addresses (synproxy_send_server_syn)
 	ipvlan   bool // what the slaves of an L3 ipvlan send (ipvlan_process_v4_outbound)
+	// accept: net.ipv4.conf.all.accept_local lets others send with this host's
+	// addresses.
+	accept bool
 }
 
-func (s signs) any() bool { return s != signs{} }
+// foreign tells whether this host may send with others' addresses.
+func (s signs) foreign() bool { return s.nonlocal || s.raw || s.synproxy || s.ipvlan }
 
 type hop struct {
 	index   uint32
@@ -284,16 +290,18 @@ func (c certain) Types(a netip.Addr) Types { return c.types(a) }
 
 // Sent implements [Host]. A source that is not this host's may be that of a
 // transparent proxy here, of a SYNPROXY rule, or of an ipvlan slave, whose packets
-// begin at the hook output. One in a prefix that is local as a whole (AnyIP) may be
-// another host's.
+// begin at the hook output. What comes in with a source of this host is dropped for
+// IPv4 (fib_validate_source), unless accept_local is set, or the source is local as
+// part of a prefix (AnyIP); for IPv6, that of ::1 alone (ip6_rcv_core).
 func (c certain) Sent(src netip.Addr) Origin {
 	switch c.sent(src) {
 	case Own:
-		if _, length, _ := c.local.find(src); length == src.BitLen() || src.IsLoopback() {
+		_, length, _ := c.local.find(src)
+		if src.IsLoopback() || src.Is4() && length == 32 && !c.accept && !c.signs.accept {
 			return Own
 		}
 	case Foreign:
-		if !c.elsewhere && !c.ipvlan && !c.crowd && !c.signs.any() {
+		if !c.elsewhere && !c.ipvlan && !c.crowd && !c.signs.foreign() {
 			return Foreign
 		}
 	}
