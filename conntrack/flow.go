@@ -85,9 +85,13 @@ const (
 	StatusConfirmed Status = 1 << 3 // in the table
 	StatusSrcNAT    Status = 1 << 4 // source translated
 	StatusDstNAT    Status = 1 << 5 // destination translated
-	StatusDying     Status = 1 << 9
-	StatusOffload   Status = 1 << 14 // handled by a flowtable; cannot be deleted
-	StatusHWOffload Status = 1 << 15 // handled by a network card
+	// StatusDstNATDone says that the NAT rules for destinations were asked, whether or
+	// not one translated. A flow without it began before there were any (the hooks
+	// are registered with the first chain, nf_nat_register_fn), or was made over netlink.
+	StatusDstNATDone Status = 1 << 8
+	StatusDying      Status = 1 << 9
+	StatusOffload    Status = 1 << 14 // handled by a flowtable; cannot be deleted
+	StatusHWOffload  Status = 1 << 15 // handled by a network card
 )
 
 // Flow is one entry of the table. It is a plain value without references to

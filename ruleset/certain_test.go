@@ -250,6 +250,7 @@ func TestWayPast(t *testing.T) {
 			"not from a bridge of others", func(t *testing.T, s *scene) { s.run(t, "", "ip", "link", "add", "br0", "type", "bridge") },
 			`iifname != "br0" udp dport 53 ` + dnat, client, public, Unpredictable, "comes in by br0",
 		},
+		{"by interface, older than all rules", none, `iifname "r0" udp dport 53 ` + dnat, client, public, Untranslated, "older"},
 		{"to this host", none, "udp dport 53 redirect to :5353", client, public, Unpredictable, "transparent proxy"},
 		{"to this host's address", none, "udp dport 53 dnat to 10.1.0.1:5353", client, public, Unpredictable, "transparent proxy"},
 		{"beside a transparent proxy", func(t *testing.T, s *scene) {
@@ -267,9 +268,12 @@ func TestWayPast(t *testing.T) {
 			s.host.mu.Unlock()
 			src, dst := netip.MustParseAddrPort(tt.src), netip.MustParseAddrPort(tt.dst)
 			f := &conntrack.Flow{
-				Family: conntrack.FamilyOf(dst.Addr()), Proto: conntrack.UDP, Status: conntrack.StatusConfirmed,
+				Family: conntrack.FamilyOf(dst.Addr()), Proto: conntrack.UDP, Status: conntrack.StatusConfirmed | conntrack.StatusDstNATDone,
 				Orig:  conntrack.Tuple{Src: src.Addr(), Dst: dst.Addr(), SrcPort: src.Port(), DstPort: dst.Port()},
 				Reply: conntrack.Tuple{Src: dst.Addr(), Dst: src.Addr(), SrcPort: dst.Port(), DstPort: src.Port()},
+			}
+			if tt.why == "older" {
+				f.Status, tt.why = conntrack.StatusConfirmed, ""
 			}
 			v, steps := j.Explain(f)
 			if v.Verdict != tt.want || !strings.Contains(v.Why, tt.why) || tt.why == "" && v.Why != "" {

@@ -117,6 +117,7 @@ const (
 	viewLikely  view = iota // all: so most packets meet the rules
 	viewCertain             // what is true of every packet
 	viewEither              // that, but the packet may be another host's or this one's
+	viewOlder               // that, but the interface is the likely one
 	viewAny                 // none: any hook, any interface, any type of address
 )
 
@@ -520,7 +521,8 @@ const (
 // A tuple does not tell the hook, the interface and what the addresses were to this
 // host when the flow began. So one that is translated is stale only if no rule
 // translates any packet so; and one that is not translated, if what is certain of
-// the host leaves no way around the rules.
+// the host leaves no way around the rules. If such a flow is older than all NAT
+// rules, they have not passed it whatever way it took: the likely interface does.
 func (j *Judge) reconsider(f *conntrack.Flow, v Judgement, o *Outcome) (Judgement, *Outcome) {
 	if !j.host.Current(f.Proto) {
 		return Judgement{Unpredictable, o.By, whyMoved}, o
@@ -535,6 +537,10 @@ func (j *Judge) reconsider(f *conntrack.Flow, v Judgement, o *Outcome) (Judgemen
 	switch {
 	case f.Translated():
 		views[0] = viewAny
+	case f.Status&conntrack.StatusDstNATDone == 0:
+		// No NAT rule has seen it: it began before there were any, at boot. That it
+		// passed them by an interface it did not take, the next one of its kind shows.
+		views[0] = viewOlder
 	case j.leadsHere(o):
 		// A process of this host gets what is sent there. If it is a transparent proxy
 		// it sends that on with the source that it came with.
@@ -559,6 +565,15 @@ func (j *Judge) leadsHere(o *Outcome) bool {
 	return slices.ContainsFunc(o.To, func(a netip.AddrPort) bool { return here(a.Addr()) }) ||
 		slices.ContainsFunc(o.Ranges, func(r Range) bool { return here(r.Min) || here(r.Max) })
 }
+
+// older is what is certain of a Host, but for the interfaces.
+type older struct {
+	Host
+	likely Host
+}
+
+func (o older) Inputs(a netip.Addr) *Interfaces  { return o.likely.Inputs(a) }
+func (o older) Outputs(a netip.Addr) *Interfaces { return o.likely.Outputs(a) }
 
 // partly is a Host of which something is not known.
 type partly struct {
@@ -671,6 +686,9 @@ func (j *Judge) through(v view, f *conntrack.Flow) (Host, Origin) {
 		return Unknown{}, Unsure
 	case viewEither:
 		return j.host.Certain(), Unsure
+	case viewOlder:
+		h := older{j.host.Certain(), j.host}
+		return h, h.Sent(f.Orig.Src)
 	case viewCertain:
 		h := j.host.Certain()
 		return h, h.Sent(f.Orig.Src)

@@ -49,6 +49,7 @@ type world struct {
 	said   []string
 	source uint16 // the last port that was sent from
 	sent   map[sentKey]string
+	then   map[sentKey][2]Types // of source and destination, when it was sent
 }
 
 // sentKey is a packet that was sent: each has a source port of its own, as long as
@@ -431,6 +432,20 @@ func (w *world) burst(n int) {
 	for _, p := range list {
 		w.sent[sentKey{p.proto, p.from, p.to}] = p.who
 	}
+	for k := range w.sent {
+		if _, known := w.then[k]; !known {
+			w.then[k] = w.types(k)
+		}
+	}
+}
+
+// types are those of source and destination now.
+func (w *world) types(k sentKey) [2]Types {
+	for !w.agent.host.Current(conntrack.TCP) {
+		time.Sleep(time.Millisecond)
+	}
+	h := w.agent.host.Certain()
+	return [2]Types{h.Types(k.from.Addr()), h.Types(k.to.Addr())}
 }
 
 func (w *world) nextPort() uint16 {
@@ -531,6 +546,7 @@ func (w *world) settle() error {
 // worldTally counts what was sent and said.
 type worldTally struct {
 	worlds, rounds, packets, judged int
+	since                           int            // untranslated flows whose addresses are of another type since
 	verdicts                        map[string]int // of the judge opened afterwards
 	wrong                           map[string]int // right flows that were called stale, by what
 	wrongFlows                      int
@@ -609,7 +625,7 @@ func (w *world) live(t *worldTally) {
 	for range 4 {
 		t.rounds++
 		w.v6 = w.chance(45)
-		w.sent = map[sentKey]string{}
+		w.sent, w.then = map[sentKey]string{}, map[sentKey][2]Types{}
 		if w.chance(25) {
 			w.plainRound(t)
 		} else {
@@ -800,7 +816,12 @@ func (w *world) judgeAll(t *worldTally, when, text string) {
 		if !v.Verdict.Stale() {
 			return v.Verdict
 		}
-		who := w.sent[sentKey{f.Proto, netip.AddrPortFrom(f.Orig.Src, f.Orig.SrcPort), netip.AddrPortFrom(f.Orig.Dst, f.Orig.DstPort)}]
+		k := sentKey{f.Proto, netip.AddrPortFrom(f.Orig.Src, f.Orig.SrcPort), netip.AddrPortFrom(f.Orig.Dst, f.Orig.DstPort)}
+		who := w.sent[k]
+		if v.Verdict == Untranslated && w.types(k) != w.then[k] {
+			t.since++ // it would be translated now that its addresses are what they are
+			return v.Verdict
+		}
 		if who == "" {
 			who = "what came back"
 		}
