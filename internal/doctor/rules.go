@@ -50,20 +50,14 @@ var ipvs = check{
 	why: "IPVS sends the packets of a connection that it knows by a table of its own: " +
 		"to a destination that is gone, too, and deleting the conntrack entry does not change that",
 	run: func(_ context.Context, e *exam) []Finding {
-		used, err := nft.IPVSAt(e.proc(""))
+		used, holds, err := nft.IPVSHoldsAt(e.proc(""))
 		switch {
 		case err != nil:
 			return unchecked(err)
 		case !used:
 			return found(OK, "not in use", "")
-		}
-		expire, err := e.number("sys/net/ipv4/vs/expire_nodest_conn")
-		switch {
-		case err != nil:
-			return unchecked(err)
-		case expire == 0:
-			return found(Mend, "in use, and net.ipv4.vs.expire_nodest_conn is 0",
-				"sysctl -w net.ipv4.vs.expire_nodest_conn=1 ends such connections with their next packet")
+		case holds:
+			return found(Mend, "in use, and net.ipv4.vs.expire_nodest_conn is 0", nft.IPVSRemedy)
 		}
 		return found(OK, "in use, with net.ipv4.vs.expire_nodest_conn=1", "")
 	},

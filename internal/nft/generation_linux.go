@@ -154,6 +154,19 @@ func IPVS(namespace string) (used bool, err error) {
 	return used, err
 }
 
+// IPVSHolds tells whether a network namespace, given as a path ("": that of the
+// calling thread), has services of IPVS, and whether IPVS holds on to
+// connections whose destination is gone: ip_vs_in then loses their packets until
+// the sender pauses for long, whatever becomes of their conntrack entries. An
+// error means that it is unknown; used is true where only the setting is.
+func IPVSHolds(namespace string) (used, holds bool, err error) {
+	err = inside(namespace, func() (err error) {
+		used, holds, err = IPVSHoldsAt("/proc")
+		return err
+	})
+	return used, holds, err
+}
+
 func inside(namespace string, f func() error) error {
 	if namespace == "" {
 		return f()

@@ -30,3 +30,6 @@ func LegacyNAT(string) (bool, error) { return false, errUnsupported }
 
 // IPVS returns an error that is errors.ErrUnsupported.
 func IPVS(string) (bool, error) { return false, errUnsupported }
+
+// IPVSHolds returns an error that is errors.ErrUnsupported.
+func IPVSHolds(string) (used, holds bool, err error) { return false, false, errUnsupported }

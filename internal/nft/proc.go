@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 )
 
@@ -98,4 +99,30 @@ func IPVSAt(proc string) (bool, error) {
 		}
 	}
 	return false, nil
+}
+
+// IPVSRemedy is what ends the connections that IPVS holds.
+const IPVSRemedy = "sysctl -w net.ipv4.vs.expire_nodest_conn=1 ends such connections with their next packet"
+
+// IPVSHeld is what to tell whoever deletes flows where IPVS holds connections.
+const IPVSHeld = "IPVS forwards here by a table of its own, which deleting flows does not change: " +
+	"net.ipv4.vs.expire_nodest_conn is 0, so that what clients send on connections to a server that is gone stays lost; " +
+	IPVSRemedy
+
+// IPVSHoldsAt is [IPVSHolds] for the calling thread's namespace, by the proc
+// file system mounted at proc.
+func IPVSHoldsAt(proc string) (used, holds bool, err error) {
+	if used, err = IPVSAt(proc); err != nil || !used {
+		return used, false, err
+	}
+	path := filepath.Join(proc, "sys/net/ipv4/vs/expire_nodest_conn")
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return true, false, err
+	}
+	n, err := strconv.Atoi(strings.TrimSpace(string(b)))
+	if err != nil {
+		return true, false, fmt.Errorf("%s: %q is not a number", path, strings.TrimSpace(string(b)))
+	}
+	return true, n == 0, nil
 }

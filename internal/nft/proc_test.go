@@ -76,11 +76,12 @@ func TestLegacyNATAt(t *testing.T) {
 	}
 }
 
-func TestIPVSAt(t *testing.T) {
-	const head = `IP Virtual Server version 1.2.1 (size=4096)
+const head = `IP Virtual Server version 1.2.1 (size=4096)
 Prot LocalAddress:Port Scheduler Flags
   -> RemoteAddress:Port Forward Weight ActiveConn InActConn
 `
+
+func TestIPVSAt(t *testing.T) {
 	tests := []struct {
 		name  string
 		files map[string]string
@@ -96,6 +97,34 @@ Prot LocalAddress:Port Scheduler Flags
 			got, err := IPVSAt(tree(t, tt.files))
 			if got != tt.want || err != nil {
 				t.Errorf("got %v, %v, want %v", got, err, tt.want)
+			}
+		})
+	}
+}
+
+func TestIPVSHoldsAt(t *testing.T) {
+	const (
+		service = head + "UDP  CB00710A:0035 rr  \n"
+		sysctl  = "sys/net/ipv4/vs/expire_nodest_conn"
+	)
+	tests := []struct {
+		name        string
+		files       map[string]string
+		used, holds bool
+		fails       bool
+	}{
+		{"not loaded", nil, false, false, false},
+		{"no service, and nothing to hold", map[string]string{ipvs: head, sysctl: "0\n"}, false, false, false},
+		{"holds", map[string]string{ipvs: service, sysctl: "0\n"}, true, true, false},
+		{"lets go", map[string]string{ipvs: service, sysctl: "1\n"}, true, false, false},
+		{"unknown", map[string]string{ipvs: service}, true, false, true},
+		{"no number", map[string]string{ipvs: service, sysctl: "no\n"}, true, false, true},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			used, holds, err := IPVSHoldsAt(tree(t, tt.files))
+			if used != tt.used || holds != tt.holds || (err != nil) != tt.fails {
+				t.Errorf("used %t, holds %t, %v, want %t, %t, error %t", used, holds, err, tt.used, tt.holds, tt.fails)
 			}
 		})
 	}
