@@ -7,6 +7,7 @@ import (
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/ruleset"
 )
 
 // confirmAfter is how long a translation must look wrong that leads to a backend
@@ -72,12 +73,16 @@ func (c cautious) Judge(f *conntrack.Flow) frontend.Verdict {
 		}
 		return v
 	}
-	switch c.rules(f) {
-	case never:
+	switch again, by := c.rules(f); again {
+	case ruleset.Never:
 		return v
-	case always:
+	case ruleset.Always:
 		c.leave(f, v)
-	case mayBe:
+		v.Action, v.Reason, v.Why = frontend.Keep, frontend.RulesetDisagrees, by
+		return v
+	case ruleset.Moved: // a pass by the new ones follows at once
+		c.leave(f, v)
+	case ruleset.Untold:
 		if !f.Translated() || !c.doubtful(f, v) {
 			return v
 		}

@@ -236,29 +236,13 @@ func (a *Agent) noteFollows(k frontend.Key, s following, pass time.Time) {
 	}
 }
 
-// may is what the rules say of a flow that is stale by the desired state.
-type may uint8
-
-const (
-	mayBe  may = iota // it cannot be told
-	never             // they would not make it
-	always            // they would make it again
-)
-
-func (c cautious) rules(f *conntrack.Flow) may {
+// rules asks the rules whether they would make a flow again that is stale by the
+// desired state, and by which of them.
+func (c cautious) rules(f *conntrack.Flow) (again ruleset.Again, by string) {
 	if !c.job.exact {
-		return mayBe
+		return ruleset.Untold, ""
 	}
-	v := c.exact.Judge(f)
-	switch {
-	case v.Reason == frontend.Serving, v.Reason == frontend.NoFrontend: // the latter is untranslated
-		return always
-	case v.Action == frontend.Delete:
-		return never
-	case errors.Is(c.exact.Err(), ruleset.ErrStale):
-		return always // until the pass that follows at once
-	}
-	return mayBe
+	return ruleset.Ask(c.exact, f)
 }
 
 // Confirm implements sweep.Confirmer. What the rules cannot tell goes by time, and

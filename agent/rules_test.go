@@ -207,6 +207,11 @@ func TestExactSettling(t *testing.T) {
 		if n := r.w.deleted(); n != 0 {
 			t.Errorf("%d flows were deleted while the rules made them", n)
 		}
+		o.mu.Lock()
+		if last := o.passes[len(o.passes)-1].Report; last.Verdicts[frontend.RulesetDisagrees] != 1 || last.Verdicts[frontend.Unconfirmed] != 0 {
+			t.Errorf("the flow that the rules would make again is kept as %v", last.Verdicts)
+		}
+		o.mu.Unlock()
 		if s := a.Status(); s.UnsettledTotal != 1 || s.Settling != "rules" {
 			t.Errorf("unsettled %d, settling by %s, want 1, rules", s.UnsettledTotal, s.Settling)
 		}

@@ -38,6 +38,7 @@ const (
 	UncertainAddr                   // "uncertain-address": the proxy may not serve node ports there
 	ByPolicy                        // "policy": stale, but its protocol is not to be cut
 	Unconfirmed                     // by the agent: not deleted until it is certain, or worth it
+	RulesetDisagrees                // "ruleset-disagrees": stale, but the NAT rules would make it again as it is
 	Unpredictable                   // by rules: what they do with it cannot be told exactly
 	UnknownTranslator               // "unknown-translator": what translated it may be no rule
 	BackendGone                     // Delete: translated to what is no valid backend
@@ -49,7 +50,7 @@ const (
 
 var reasonNames = [...]string{
 	"protocol", "zone", "expected", "no-frontend",
-	"serving", "awaiting-backends", "uncertain-address", "policy", "unconfirmed", "unpredictable", "unknown-translator",
+	"serving", "awaiting-backends", "uncertain-address", "policy", "unconfirmed", "ruleset-disagrees", "unpredictable", "unknown-translator",
 	"backend-gone", "no-backends", "untranslated", "frontend-gone",
 }
 
@@ -78,7 +79,8 @@ type Verdict struct {
 	Owner string
 	Kind  Kind
 	// Why says in words what keeps the flow from being judged, for Unpredictable
-	// and UnknownTranslator.
+	// and UnknownTranslator; for RulesetDisagrees it is the rule that would make the
+	// flow again, or that none would translate it.
 	Why string
 }
 

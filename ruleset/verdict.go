@@ -2,6 +2,7 @@ package ruleset
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -94,6 +95,43 @@ func (v *Verdicts) name(r Rule) string {
 		v.names[r] = s
 	}
 	return s
+}
+
+// Again says whether rules would make a flow again that is stale by a desired
+// state, if it were deleted: as it is, with the same backend.
+type Again uint8
+
+// The answers.
+const (
+	Untold Again = iota // it cannot be told
+	Moved               // the rules have changed since they were read: reload, and ask again
+	Never               // they would not
+	Always              // they would
+)
+
+// Untranslating is what Ask names in place of a rule where none translates.
+const Untranslating = "no rule translates it"
+
+// Ask asks for a flow that is stale by a desired state what becomes of it when it
+// is deleted, and names the rule that would make it again. *Verdicts has the
+// methods; its policy must allow everything to be deleted, for what a policy
+// keeps is not told. Of a zone that rules are not judged for, nothing is told.
+func Ask(rules interface {
+	Judge(f *conntrack.Flow) frontend.Verdict
+	Err() error
+}, f *conntrack.Flow,
+) (again Again, by string) {
+	switch v := rules.Judge(f); {
+	case v.Reason == frontend.Serving:
+		return Always, v.Owner
+	case v.Reason == frontend.NoFrontend: // which is untranslated, as a new flow would be
+		return Always, Untranslating
+	case v.Action == frontend.Delete:
+		return Never, ""
+	case errors.Is(rules.Err(), ErrStale):
+		return Moved, ""
+	}
+	return Untold, ""
 }
 
 // Explain judges a flow and tells the steps in words, one a line.

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
@@ -90,6 +91,51 @@ func TestVerdicts(t *testing.T) {
 			t.Errorf("%s is %s", v, words[v].Action())
 		}
 	}
+}
+
+// What the rules would make of a flow again, with the rule that would. They are
+// never asked by what a policy leaves, and what moved is not believed.
+func TestAsk(t *testing.T) {
+	ns := nstest.New(t)
+	forward := forwards("198.51.100.11:53")
+	must(t, ns.SetNAT(forward))
+	v := &Verdicts{
+		Rules:  newJudge(t, ns, Config{Translators: func() Translators { return Translators{Modules: []string{"act_ct"}} }}),
+		Policy: frontend.Policy{UDP: frontend.All, TCP: frontend.All, SCTP: frontend.All},
+	}
+	to := func(dst string, f *conntrack.Flow) *conntrack.Flow {
+		if !f.Translated() {
+			f.Reply.Src = netip.MustParseAddr(dst)
+		}
+		f.Orig.Dst = netip.MustParseAddr(dst)
+		return f
+	}
+	zone := flowOf("198.51.100.11:53")
+	zone.Zone = 7
+	ask := func(name string, f *conntrack.Flow, want Again, by string) {
+		t.Helper()
+		again, got := Ask(v, f)
+		if again != want || !strings.HasPrefix(got, by) || (got != "") != (want == Always) {
+			t.Errorf("%s: %d by %q, want %d by %q", name, again, got, want, by)
+		}
+		if n := testing.AllocsPerRun(100, func() { Ask(v, f) }); n != 0 && want != Moved {
+			t.Errorf("%s: %v allocations", name, n)
+		}
+	}
+	ask("its backend", flowOf("198.51.100.11:53"), Always, "inet flowsweep-test forwards handle ")
+	ask("another backend", flowOf("198.51.100.12:53"), Never, "")
+	ask("untranslated, and a rule translates", flowOf(""), Never, "")
+	ask("untranslated, and none does", to("203.0.113.99", flowOf("")), Always, Untranslating)
+	ask("translated, and by whom is not known", to("203.0.113.99", flowOf("198.51.100.11:53")), Untold, "")
+	ask("another zone", zone, Untold, "")
+	must(t, ns.SetNAT(forwards("198.51.100.12:53")))
+	time.Sleep(2 * freshFor)
+	ask("the rules have moved", flowOf("198.51.100.12:53"), Moved, "")
+	if _, err := v.Reload(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	ask("after a reload", flowOf("198.51.100.12:53"), Always, "inet flowsweep-test forwards handle ")
+	ask("and the former backend", flowOf("198.51.100.11:53"), Never, "")
 }
 
 // What a sweep asks the kernel for is what may be deleted, in the order of a
