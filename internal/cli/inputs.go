@@ -59,6 +59,7 @@ func (in *inputs) register(c *cobra.Command) {
 type world struct {
 	table    *frontend.Table // nil where rules decide
 	rules    *rules          // nil otherwise
+	both     *both           // the table and what the rules say beside it, once askRules has looked
 	change   frontend.Change // from --before to --state
 	families []conntrack.Family
 	problems int
@@ -154,18 +155,37 @@ func (w *world) judge() judge {
 	if w.rules != nil {
 		return w.rules
 	}
-	return w.table
+	return w.both
 }
 
 func (w *world) close() {
-	if w.rules != nil {
-		_ = w.rules.Rules.Close() // nothing was written
+	for _, r := range []*rules{w.rules, w.beside()} {
+		if r != nil {
+			_ = r.Rules.Close() // nothing was written
+		}
 	}
 }
 
-// load reads the state, or the rules if none is given, and reports on stderr what
-// in it does not count.
+// beside returns the rules that are asked beside a desired state, if so.
+func (w *world) beside() *rules {
+	if w.both == nil {
+		return nil
+	}
+	return w.both.rules
+}
+
+// load reads the state and the rules beside it, or, if no state is given, the
+// rules alone, and reports on stderr what in it does not count.
 func (in *inputs) load(cmd *cobra.Command) (*world, error) {
+	w, err := in.loadState(cmd)
+	if err == nil && w.rules == nil {
+		in.askRules(cmd.Context(), w)
+	}
+	return w, err
+}
+
+// loadState is that without the rules beside a state.
+func (in *inputs) loadState(cmd *cobra.Command) (*world, error) {
 	if err := in.check(cmd); err != nil {
 		return nil, err
 	}

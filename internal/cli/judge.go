@@ -139,13 +139,14 @@ func (j *judging) saved(cmd *cobra.Command, w *world, out writer, s *summary) er
 		if !wanted(w.families, f) {
 			return nil
 		}
-		v := w.table.Judge(f)
+		v := w.both.Judge(f)
 		verdicts[v.Reason]++
 		return out.flow(line, f, v)
 	})
 	s.count(verdicts)
 	s.BadLines = bad
 	s.duration(time.Since(start))
+	w.both.tell(s)
 	return err
 }
 
@@ -191,27 +192,35 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 		signal.Notify(pipe, syscall.SIGPIPE)
 		defer signal.Stop(pipe)
 	}
-	var judge sweep.Judge = w.judge()
 	if j.cluster.given() && !j.dryRun {
-		if judge, err = j.again(ctx, cmd, conn, plan, w.table); err != nil {
+		if w.both.look, err = j.again(ctx, cmd, conn, plan, w.table); err != nil {
 			return err
 		}
 	}
 	var werr error
-	sw := sweep.Sweeper{Conn: conn, Judge: judge, DryRun: j.dryRun}
+	var listed *listed // where flows may be met again
+	asked := cmp.Or(w.rules, w.beside())
+	if asked != nil {
+		listed = &asked.listed
+	}
+	sw := sweep.Sweeper{Conn: conn, Judge: w.judge(), DryRun: j.dryRun}
 	sw.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
-		if (j.all || v.Action == frontend.Delete) && werr == nil && (w.rules == nil || w.rules.news(f, v)) {
+		if (j.all || v.Action == frontend.Delete) && werr == nil && (listed == nil || listed.news(f, v)) {
 			if werr = out.flow(0, f, v); werr != nil && j.dryRun {
 				cancel() // nobody reads any more, and there is nothing else to do
 			}
 		}
 	}
 	var r sweep.Report
-	if w.rules != nil {
-		r, err = w.rules.passes(ctx, &sw, plan)
-		w.rules.tell(s, stderr)
+	if asked != nil {
+		r, err = asked.passes(ctx, &sw, plan)
 	} else {
 		r, err = sw.Run(ctx, plan)
+	}
+	if w.rules != nil {
+		w.rules.tell(s, stderr)
+	} else {
+		w.both.tell(s)
 	}
 	s.add(&r)
 	if j.verbose {
@@ -245,7 +254,7 @@ func (j *judging) again(ctx context.Context, cmd *cobra.Command, conn sweep.Conn
 	}
 	cmd.SetErr(io.Discard) // what does not count was said
 	defer cmd.SetErr(nil)
-	w, err := j.load(cmd)
+	w, err := j.loadState(cmd)
 	if err != nil {
 		return nil, err
 	}

@@ -4,6 +4,7 @@ package cli
 
 import (
 	"bytes"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -78,6 +79,7 @@ func TestScenariosSweep(t *testing.T) {
 
 func (s *scenario) sweep(t *testing.T, round []int, extra []string) {
 	ns, c := kernelTable(t)
+	must(t, ns.SetNAT(s.translating(round)...))
 	left := map[flowKey]string{}
 	deletes := 0
 	for _, i := range round {
@@ -114,6 +116,25 @@ func (s *scenario) sweep(t *testing.T, round []int, extra []string) {
 	for k, want := range left {
 		t.Errorf("gone, want %s: %+v", want, k)
 	}
+}
+
+// translating are rules by which what should be translated would be, elsewhere
+// than any flow goes to: otherwise it would only come back.
+func (s *scenario) translating(round []int) (list []testnet.Forward) {
+	for _, i := range round {
+		if s.want[i] != "delete untranslated" {
+			continue
+		}
+		f := &s.parsed[i]
+		to := netip.MustParseAddrPort("198.51.100.254:9")
+		if f.Family == conntrack.IPv6 {
+			to = netip.MustParseAddrPort("[2001:db8:ffff::fe]:9")
+		}
+		list = append(list, testnet.Forward{
+			Proto: f.Proto, Dst: netip.AddrPortFrom(f.Orig.Dst, f.Orig.DstPort), Backends: []netip.AddrPort{to},
+		})
+	}
+	return list
 }
 
 const oneService = `{"apiVersion":"flowsweep.dev/v1alpha1","kind":"FrontendList","items":[

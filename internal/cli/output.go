@@ -166,9 +166,18 @@ type summary struct {
 	By             string         `json:"by,omitempty"`         // "rules", where no desired state was given
 	Generation     uint32         `json:"generation,omitempty"` // of those
 	Rules          int            `json:"rules,omitempty"`
+	Notes          []note         `json:"notes,omitempty"`
 
 	by string // in words
 }
+
+// note is a line of the summary about what the counts do not tell.
+type note struct {
+	ID   string `json:"id"` // stable
+	Text string `json:"text"`
+}
+
+func (s *summary) note(id, text string) { s.Notes = append(s.Notes, note{id, text}) }
 
 type queryJSON struct {
 	Query      string  `json:"query"`
@@ -468,6 +477,9 @@ func (t *tableWriter) end(s *summary) error {
 	}
 	if s.by != "" {
 		b.WriteString("\njudged by " + s.by)
+	}
+	for _, n := range s.Notes {
+		b.WriteString("\n" + wrap(n.Text))
 	}
 	_, err := fmt.Fprintln(t.w, b.String())
 	return err

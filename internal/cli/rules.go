@@ -40,14 +40,24 @@ type rules struct {
 	*ruleset.Verdicts
 	of     string // whose they are
 	reload func() (ruleset.Change, error)
+	// beside: a desired state decides, and they tell what would come back.
+	beside bool
 
 	// Of the present pass.
-	changed bool          // flows that were judged may be stale by now
-	kube    bool          // some are stale by kube-proxy's rules
-	doubts  map[doubt]int // flows that were not judged
+	changed bool           // flows that were judged may be stale by now
+	failed  bool           // they could not be read when they had changed
+	kube    bool           // some are stale by kube-proxy's rules
+	doubts  map[doubt]int  // flows that were not judged
+	again   map[string]int // flows that a state has for stale and a rule would make again, by the rule
+	left    bool           // there are such, or some for which the rules could not be asked
 
-	seed   maphash.Seed
-	listed map[uint64]struct{}
+	listed listed
+}
+
+// listed are the flows that were listed.
+type listed struct {
+	seed maphash.Seed
+	keys map[uint64]struct{}
 }
 
 // doubt is a cause why flows are not judged.
@@ -58,26 +68,36 @@ func (in *inputs) readRules(ctx context.Context, policy frontend.Policy,
 	families []conntrack.Family,
 ) (*rules, error) {
 	const instead = "; or give the desired state with --state FILE or --kubernetes"
-	j, err := ruleset.NewJudge(ctx, ruleset.Config{NetNS: in.namespace()})
+	r, err := in.openRules(ctx, policy, families)
 	if errors.Is(err, fs.ErrPermission) { // which judging by a state takes as well
 		return nil, fmt.Errorf("reading the NAT rules to judge by: %w", err)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("reading the NAT rules to judge by: %w%s", err, instead)
 	}
+	r.Owner = in.containers(ctx)
+	return r, nil
+}
+
+func (in *inputs) openRules(ctx context.Context, policy frontend.Policy,
+	families []conntrack.Family,
+) (*rules, error) {
+	j, err := ruleset.NewJudge(ctx, ruleset.Config{NetNS: in.namespace()})
+	if err != nil {
+		return nil, err
+	}
 	if j.Generation() == 0 {
 		_ = j.Close() // nothing was written
-		return nil, fmt.Errorf("reading the NAT rules to judge by: %w%s", ruleset.ErrNoNFT, instead)
+		return nil, ruleset.ErrNoNFT
 	}
 	r := &rules{
 		Verdicts: &ruleset.Verdicts{Rules: j, Policy: policy, Families: families},
-		of:       "this network namespace", seed: maphash.MakeSeed(), listed: map[uint64]struct{}{},
+		of:       "this network namespace", again: map[string]int{},
 	}
 	if in.netns != "" {
 		r.of = "network namespace " + in.netns
 	}
 	r.reload = func() (ruleset.Change, error) { return j.Reload(ctx) }
-	r.Owner = in.containers(ctx)
 	return r, nil
 }
 
@@ -201,26 +221,45 @@ func (r *rules) renew() bool {
 	}
 	c, err := r.reload()
 	r.changed = r.changed || !c.Empty()
+	r.failed = err != nil
 	return err == nil
 }
 
+// ask asks what becomes of a flow that is stale by a desired state, as ruleset.Ask
+// does. Moved are rules that could not be read anew.
+func (r *rules) ask(f *conntrack.Flow) (again ruleset.Again, by string) {
+	again, by = ruleset.Ask(r.Verdicts, f)
+	if again == ruleset.Moved && r.renew() {
+		again, by = ruleset.Ask(r.Verdicts, f)
+	}
+	if again == ruleset.Untold && r.failed {
+		again = ruleset.Moved
+	}
+	return again, by
+}
+
 // passes carries a plan out, and again while the rules change meanwhile in a way
-// that may have made flows stale which were judged before.
+// that may have made flows stale which were judged before. Beside a state these
+// are the ones that were left because of the rules.
 func (r *rules) passes(ctx context.Context, sw *sweep.Sweeper, plan sweep.Plan) (sweep.Report, error) {
 	var all sweep.Report
 	onFlow := sw.OnFlow
 	sw.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
-		if v.Why != "" && v.Action == frontend.Keep {
+		switch {
+		case v.Reason == frontend.RulesetDisagrees:
+			r.disagree(v.Why)
+		case v.Why != "" && v.Action == frontend.Keep:
 			r.doubt(v)
 		}
 		r.kube = r.kube || v.Action == frontend.Delete && ofKubeProxy(v.Owner)
 		onFlow(f, v)
 	}
 	for pass := 1; ; pass++ {
-		r.changed, r.doubts = false, map[doubt]int{}
+		r.changed, r.failed, r.left = false, false, false
+		r.doubts, r.again = map[doubt]int{}, map[string]int{}
 		one, err := sw.Run(ctx, plan)
 		all = oneAfterOther(all, one)
-		if err != nil {
+		if err != nil || r.beside && !r.left {
 			return all, err
 		}
 		r.changed = r.changed || one.Unconfirmed > 0
@@ -278,19 +317,22 @@ func oneAfterOther(first, second sweep.Report) sweep.Report {
 
 // news tells whether a flow has not been listed with the same verdict by an
 // earlier pass.
-func (r *rules) news(f *conntrack.Flow, v frontend.Verdict) bool {
-	key := maphash.Comparable(r.seed, struct {
+func (l *listed) news(f *conntrack.Flow, v frontend.Verdict) bool {
+	if l.keys == nil {
+		l.seed, l.keys = maphash.MakeSeed(), map[uint64]struct{}{}
+	}
+	key := maphash.Comparable(l.seed, struct {
 		orig, reply conntrack.Tuple
 		id          uint32
 		proto       uint8
 		zone        uint16
 		reason      frontend.Reason
 	}{f.Orig, f.Reply, f.ID, f.Proto, f.Zone, v.Reason})
-	if _, old := r.listed[key]; old {
+	if _, old := l.keys[key]; old {
 		return false
 	}
-	if len(r.listed) < maxListed {
-		r.listed[key] = struct{}{}
+	if len(l.keys) < maxListed {
+		l.keys[key] = struct{}{}
 	}
 	return true
 }
@@ -301,6 +343,14 @@ func (r *rules) doubt(v frontend.Verdict) {
 		d = doubt{why: "of other causes"}
 	}
 	r.doubts[d]++
+}
+
+// disagree counts a flow that the rules would make again.
+func (r *rules) disagree(by string) {
+	if _, ok := r.again[by]; !ok && len(r.again) >= maxDoubts {
+		by = "other rules"
+	}
+	r.again[by]++
 }
 
 // tell says by what was judged, and on stderr what was not.

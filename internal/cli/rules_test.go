@@ -273,7 +273,7 @@ func TestRulesMove(t *testing.T) {
 			must(t, err)
 			listed := map[uint16]int{}
 			sw := sweep.Sweeper{Conn: conn, Judge: r, DryRun: tt.dryRun, OnFlow: func(f *conntrack.Flow, v frontend.Verdict) {
-				if v.Action == frontend.Delete && r.news(f, v) {
+				if v.Action == frontend.Delete && r.listed.news(f, v) {
 					listed[f.Orig.SrcPort]++
 				}
 				if v.Action == frontend.Keep && v.Reason != frontend.Serving {
