@@ -25,12 +25,17 @@ type both struct {
 	// rules are nil where they are not asked, for the reason notAsked.
 	rules    *rules
 	notAsked string
+	// before is the state known earlier, nil where none is.
+	before *frontend.Table
+	// late: what is the least certain is left for a further pass, waiting tells
+	// whether there is any.
+	late, waiting bool
 }
 
 // askRules sets up what judges by the state, and by the rules where they can be
 // read.
 func (in *inputs) askRules(ctx context.Context, w *world) {
-	w.both = &both{Table: w.table, look: w.table}
+	w.both = &both{Table: w.table, look: w.table, before: w.before}
 	switch {
 	case in.flows != "":
 		w.both.notAsked = "a saved table does not hold those of its host"
@@ -70,10 +75,38 @@ func elsewhere(t ruleset.Translators) string {
 // Judge implements sweep.Judge.
 func (b *both) Judge(f *conntrack.Flow) frontend.Verdict {
 	v := b.look.Judge(f)
-	if v.Action == frontend.Delete && b.rules != nil {
+	switch {
+	case v.Action != frontend.Delete:
+	case b.rules != nil:
 		b.weigh(f, &v)
+	case b.late && b.least(f):
+		v.Action, v.Reason = frontend.Keep, frontend.Unconfirmed
+		b.waiting = true
 	}
 	return v
+}
+
+// least tells whether a flow is the least certain of those that are stale by the
+// state alone: it is answered, and from where no backend was ever known.
+func (b *both) least(f *conntrack.Flow) bool {
+	return f.Replied() && (b.before == nil || b.before.Judge(f).Reason != frontend.Serving)
+}
+
+// run carries a plan out, and asks the rules where that is possible. Where it is
+// not, what is the least certain is deleted after all others, in a pass of its
+// own.
+func (b *both) run(ctx context.Context, sw *sweep.Sweeper, plan sweep.Plan) (sweep.Report, error) {
+	if b.rules != nil {
+		return b.rules.passes(ctx, sw, plan)
+	}
+	b.late = !sw.DryRun
+	r, err := sw.Run(ctx, plan)
+	b.late = false
+	if err != nil || !b.waiting {
+		return r, err
+	}
+	second, err := sw.Run(ctx, plan)
+	return oneAfterOther(r, second), err
 }
 
 // weigh holds a verdict of the state that says delete against the rules.

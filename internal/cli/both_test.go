@@ -14,6 +14,7 @@ import (
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
 	"github.com/flowsweep/flowsweep/internal/testnet"
+	"github.com/flowsweep/flowsweep/internal/testnet/nstest"
 	"github.com/flowsweep/flowsweep/ruleset"
 	"github.com/flowsweep/flowsweep/sweep"
 )
@@ -230,6 +231,80 @@ func TestStateAndRulesMove(t *testing.T) {
 			}
 			if n, err := c.Count(t.Context()); err != nil || n != tt.left || report.Deleted != flows-tt.left || conn.pass != tt.passes {
 				t.Errorf("%d flows are left (%v), want %d; %d passes, want %d; %+v", n, err, tt.left, conn.pass, tt.passes, report)
+			}
+		})
+	}
+}
+
+// Where the rules cannot be asked, the state decides and the summary says so; an
+// answered flow to what was never known to be a backend is deleted after all
+// others.
+func TestStateAlone(t *testing.T) {
+	const each = 15
+	state := writeFile(t, oneService)
+	before := writeFile(t, strings.ReplaceAll(oneService, `["198.51.100.11:53"]`, `["198.51.100.11:53","198.51.100.12:53"]`))
+	flows := func(t *testing.T) (*testnet.NS, *conntrack.Conn) {
+		ns, c := kernelTable(t)
+		for i := range 4 * each {
+			kind := i / each
+			f := numbered(t, 1000*(1+kind)+i, []string{"198.51.100.13", "198.51.100.12", "198.51.100.13", "198.51.100.11"}[kind])
+			if kind != 2 {
+				f.Status |= conntrack.StatusSeenReply
+			}
+			must(t, c.Create(t.Context(), f))
+		}
+		return ns, c
+	}
+	const last = "198.51.100.13 answered"
+	order := func(out output) (list []string) {
+		for _, r := range out.Flows {
+			s := r.Flow.Reply.Src.String()
+			if r.Flow.Replied {
+				s += " answered"
+			}
+			if r.Verdict == "delete" {
+				list = append(list, s)
+			}
+		}
+		return list
+	}
+	for _, tt := range []struct {
+		name   string
+		legacy bool
+		args   []string
+		late   int // flows that are deleted after all others
+		note   string
+	}{
+		{"iptables-legacy", true, []string{"--before", before}, each, "the NAT rules were not asked: iptables-legacy has a nat table"},
+		{"iptables-legacy, and all are listed", true, []string{"--before", before, "--all"}, each, "the NAT rules were not asked: iptables-legacy has a nat table"},
+		{"nothing known before", true, nil, 2 * each, "the NAT rules were not asked: iptables-legacy has a nat table"},
+		{"rules", false, []string{"--before", before}, 0, ""},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			ns, c := flows(t)
+			if tt.legacy {
+				nstest.LegacyNAT(t, ns)
+			}
+			args := append([]string{"--netns", ns.Path(), "--state", state}, tt.args...)
+			planned, code, stderr := runJSON(t, append([]string{"plan"}, args...)...)
+			if n := planned.Summary.Delete; code != 0 || n != 3*each || noteOf(planned, "rules-not-asked") != tt.note {
+				t.Errorf("exit %d, %d to delete, %+v, %s", code, n, planned.Summary.Notes, stderr)
+			}
+			out, code, stderr := runJSON(t, append([]string{"sweep"}, args...)...)
+			if s := out.Summary; code != 0 || s.Deleted != 3*each || s.Delete != 3*each || noteOf(out, "rules-not-asked") != tt.note {
+				t.Errorf("exit %d, %+v, %s", code, s, stderr)
+			}
+			if n, err := c.Count(t.Context()); err != nil || n != each {
+				t.Errorf("%d flows are left, %v", n, err)
+			}
+			got := order(out)
+			if len(got) != 3*each {
+				t.Fatalf("%d flows are listed", len(got))
+			}
+			answered := func(s string) bool { return strings.HasSuffix(s, "answered") }
+			late := got[len(got)-tt.late:]
+			if tt.late > 0 && (slices.Contains(got[:len(got)-tt.late], last) || slices.ContainsFunc(late, func(s string) bool { return !answered(s) })) {
+				t.Errorf("the order is %q", got)
 			}
 		})
 	}

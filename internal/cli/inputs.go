@@ -60,6 +60,7 @@ type world struct {
 	table    *frontend.Table // nil where rules decide
 	rules    *rules          // nil otherwise
 	both     *both           // the table and what the rules say beside it, once askRules has looked
+	before   *frontend.Table // by --before
 	change   frontend.Change // from --before to --state
 	families []conntrack.Family
 	problems int
@@ -159,19 +160,12 @@ func (w *world) judge() judge {
 }
 
 func (w *world) close() {
-	for _, r := range []*rules{w.rules, w.beside()} {
-		if r != nil {
-			_ = r.Rules.Close() // nothing was written
-		}
+	if w.rules != nil {
+		_ = w.rules.Rules.Close() // nothing was written
 	}
-}
-
-// beside returns the rules that are asked beside a desired state, if so.
-func (w *world) beside() *rules {
-	if w.both == nil {
-		return nil
+	if w.both != nil && w.both.rules != nil {
+		_ = w.both.rules.Rules.Close()
 	}
-	return w.both.rules
 }
 
 // load reads the state and the rules beside it, or, if no state is given, the
@@ -228,8 +222,11 @@ func (in *inputs) loadState(cmd *cobra.Command) (*world, error) {
 			return nil, err
 		}
 		w.report(cmd, before.Problems)
-		w.table.SetHost(withNode(host, in, before))
-		w.table.Replace(before.Units)
+		w.before = frontend.NewTable(o)
+		for _, t := range []*frontend.Table{w.table, w.before} {
+			t.SetHost(withNode(host, in, before))
+			t.Replace(before.Units)
+		}
 		if before.NodeFound && !now.NodeFound {
 			// A Node object that is left out is no node without addresses.
 			now.NodeFound, now.NodeAddresses = true, before.NodeAddresses

@@ -198,28 +198,21 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 		}
 	}
 	var werr error
-	var listed *listed // where flows may be met again
-	asked := cmp.Or(w.rules, w.beside())
-	if asked != nil {
-		listed = &asked.listed
-	}
+	var listed listed // a flow may be met by several passes
 	sw := sweep.Sweeper{Conn: conn, Judge: w.judge(), DryRun: j.dryRun}
 	sw.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
-		if (j.all || v.Action == frontend.Delete) && werr == nil && (listed == nil || listed.news(f, v)) {
+		if (j.all || v.Action == frontend.Delete) && werr == nil && listed.news(f, v) {
 			if werr = out.flow(0, f, v); werr != nil && j.dryRun {
 				cancel() // nobody reads any more, and there is nothing else to do
 			}
 		}
 	}
 	var r sweep.Report
-	if asked != nil {
-		r, err = asked.passes(ctx, &sw, plan)
-	} else {
-		r, err = sw.Run(ctx, plan)
-	}
 	if w.rules != nil {
+		r, err = w.rules.passes(ctx, &sw, plan)
 		w.rules.tell(s, stderr)
 	} else {
+		r, err = w.both.run(ctx, &sw, plan)
 		w.both.tell(s)
 	}
 	s.add(&r)

@@ -50,8 +50,6 @@ type rules struct {
 	doubts  map[doubt]int  // flows that were not judged
 	again   map[string]int // flows that a state has for stale and a rule would make again, by the rule
 	left    bool           // there are such, or some for which the rules could not be asked
-
-	listed listed
 }
 
 // listed are the flows that were listed.

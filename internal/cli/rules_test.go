@@ -271,9 +271,9 @@ func TestRulesMove(t *testing.T) {
 			}}
 			p, err := sweep.NewPlanner(t.Context(), conn, r, conntrack.IPv4)
 			must(t, err)
-			listed := map[uint16]int{}
+			listed, seen := map[uint16]int{}, listed{}
 			sw := sweep.Sweeper{Conn: conn, Judge: r, DryRun: tt.dryRun, OnFlow: func(f *conntrack.Flow, v frontend.Verdict) {
-				if v.Action == frontend.Delete && r.listed.news(f, v) {
+				if v.Action == frontend.Delete && seen.news(f, v) {
 					listed[f.Orig.SrcPort]++
 				}
 				if v.Action == frontend.Keep && v.Reason != frontend.Serving {
