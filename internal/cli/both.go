@@ -10,6 +10,7 @@ import (
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/internal/nft"
 	"github.com/flowsweep/flowsweep/ruleset"
 	"github.com/flowsweep/flowsweep/sweep"
 )
@@ -25,6 +26,8 @@ type both struct {
 	// rules are nil where they are not asked, for the reason notAsked.
 	rules    *rules
 	notAsked string
+	// held: IPVS goes on sending to servers that are gone.
+	held bool
 	// before is the state known earlier, nil where none is.
 	before *frontend.Table
 	// late: what is the least certain is left for a further pass, waiting tells
@@ -36,11 +39,12 @@ type both struct {
 // read.
 func (in *inputs) askRules(ctx context.Context, w *world) {
 	w.both = &both{Table: w.table, look: w.table, before: w.before}
-	switch {
-	case in.flows != "":
+	if in.flows != "" {
 		w.both.notAsked = "a saved table does not hold those of its host"
 		return
-	case !slices.Contains(w.table.Zones(), 0):
+	}
+	_, w.both.held, _ = nft.IPVSHolds(in.namespace()) // what is not known, doctor tells
+	if !slices.Contains(w.table.Zones(), 0) {
 		w.both.notAsked = "they are told for conntrack zone 0 alone"
 		return
 	}
@@ -159,6 +163,9 @@ func notAskedText(why string) string { return "the NAT rules were not asked: " +
 
 // tell says in the summary what came of asking the rules.
 func (b *both) tell(s *summary) {
+	if b.held {
+		s.note("ipvs-holds", nft.IPVSHeld)
+	}
 	if b.rules == nil {
 		s.note("rules-not-asked", notAskedText(b.notAsked))
 		return

@@ -13,6 +13,7 @@ import (
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/internal/nft"
 	"github.com/flowsweep/flowsweep/internal/testnet"
 	"github.com/flowsweep/flowsweep/internal/testnet/nstest"
 	"github.com/flowsweep/flowsweep/ruleset"
@@ -307,5 +308,17 @@ func TestStateAlone(t *testing.T) {
 				t.Errorf("the order is %q", got)
 			}
 		})
+	}
+}
+
+// Where IPVS holds connections, deleting flows is not all.
+func TestTellsOfIPVS(t *testing.T) {
+	for _, held := range []bool{false, true} {
+		s := summary{Reasons: map[string]int{}}
+		(&both{notAsked: "IPVS has services", held: held}).tell(&s)
+		out := output{Summary: s}
+		if got := noteOf(out, "ipvs-holds"); (got == nft.IPVSHeld) != held || noteOf(out, "rules-not-asked") != "the NAT rules were not asked: IPVS has services" {
+			t.Errorf("held %t: %+v", held, s.Notes)
+		}
 	}
 }

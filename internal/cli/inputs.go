@@ -64,8 +64,9 @@ type world struct {
 	change   frontend.Change // from --before to --state
 	families []conntrack.Family
 	problems int
-	// doubtful are what could not be read of the state and may hold backends.
-	doubtful int
+	// lost are the parts of the states that could not be read, doubtful those of
+	// the present one that may hold backends.
+	lost, doubtful int
 }
 
 // options reads the flags that need no file.
@@ -222,6 +223,7 @@ func (in *inputs) loadState(cmd *cobra.Command) (*world, error) {
 			return nil, err
 		}
 		w.report(cmd, before.Problems)
+		w.lost, _ = unreadable(before.Problems)
 		w.before = frontend.NewTable(o)
 		for _, t := range []*frontend.Table{w.table, w.before} {
 			t.SetHost(withNode(host, in, before))
@@ -235,7 +237,7 @@ func (in *inputs) loadState(cmd *cobra.Command) (*world, error) {
 	w.change = w.table.SetHost(withNode(host, in, now))
 	w.change.Add(w.table.Replace(now.Units))
 	lost, doubtful := unreadable(now.Problems)
-	w.doubtful = doubtful
+	w.lost, w.doubtful = w.lost+lost, doubtful
 	if lost > 0 && len(in.before) > 0 {
 		// What could not be read may hold frontends that only seem to be gone.
 		for _, tomb := range w.table.Tombstones() {

@@ -125,10 +125,37 @@ func (j *judging) run(cmd *cobra.Command) error {
 		return err
 	case s.Failed > 0:
 		return &exitError{exitFailed, fmt.Errorf("%s could not be deleted", plural(s.Failed, "flow"))}
-	case j.failOnStale && s.Delete > 0:
+	case !j.failOnStale:
+		return nil
+	case s.Delete > 0:
 		return &exitError{exitStale, nil}
 	}
+	if why := j.unjudged(w, &s); why != "" {
+		return &exitError{exitFailed, fmt.Errorf("--fail-on-stale: nothing stale was found, but %s", why)}
+	}
 	return nil
+}
+
+// unjudged tells what keeps a verdict from being one, "" where nothing does.
+func (j *judging) unjudged(w *world, s *summary) string {
+	told := 0 // by the rules
+	for _, r := range []frontend.Reason{
+		frontend.NoFrontend, frontend.Serving, frontend.ByPolicy, frontend.UnknownTranslator,
+	} {
+		told += s.Reasons[r.String()]
+	}
+	untold := s.Reasons[frontend.Unpredictable.String()]
+	switch {
+	case w.lost > 0:
+		return plural(w.lost, "part") + " of the state could not be read"
+	case s.BadLines > 0:
+		return fmt.Sprintf("%s of %s could not be read", plural(s.BadLines, "line"), j.flows)
+	case j.flows != "" && s.lines == 0:
+		return j.flows + " holds no flow"
+	case w.rules != nil && untold > 0 && told == 0:
+		return "the NAT rules do not tell of any flow whether it is"
+	}
+	return ""
 }
 
 // saved judges a saved table and lists each line.
@@ -136,6 +163,7 @@ func (j *judging) saved(cmd *cobra.Command, w *world, out writer, s *summary) er
 	start := time.Now()
 	var verdicts [frontend.Reasons]int
 	bad, err := j.eachLine(cmd, func(line int, f *conntrack.Flow) error {
+		s.lines++
 		if !wanted(w.families, f) {
 			return nil
 		}
@@ -177,6 +205,7 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 	default:
 		plan = p.Full()
 	}
+	defer s.passedOver(plan)
 	stderr := cmd.ErrOrStderr()
 	if j.verbose {
 		fmt.Fprintf(stderr, "kernel filters: %s\n", p.Features)
@@ -199,8 +228,12 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 	}
 	var werr error
 	var listed listed // a flow may be met by several passes
+	var gone deleted
 	sw := sweep.Sweeper{Conn: conn, Judge: w.judge(), DryRun: j.dryRun}
 	sw.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
+		if v.Action == frontend.Delete && !j.dryRun {
+			gone.add(f)
+		}
 		if (j.all || v.Action == frontend.Delete) && werr == nil && listed.news(f, v) {
 			if werr = out.flow(0, f, v); werr != nil && j.dryRun {
 				cancel() // nobody reads any more, and there is nothing else to do
@@ -216,6 +249,9 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 		w.both.tell(s)
 	}
 	s.add(&r)
+	if err == nil && s.Deleted > 0 {
+		err = gone.back(ctx, conn, w.judge(), s)
+	}
 	if j.verbose {
 		for _, q := range r.Queries {
 			fmt.Fprintf(stderr, "  %s: returned %d, wanted %d, %s\n", q.Query, q.Returned, q.Wanted,

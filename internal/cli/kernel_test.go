@@ -11,6 +11,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -63,6 +64,8 @@ next:
 // Every scenario in a real table: exactly the flows to delete are gone after a
 // sweep, whether it asks the kernel for what may be stale or for everything.
 func TestScenariosSweep(t *testing.T) {
+	defer func(d time.Duration) { comesBackIn = d }(comesBackIn)
+	comesBackIn = time.Millisecond // nobody sends
 	for _, mode := range []struct {
 		name string
 		args []string

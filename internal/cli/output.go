@@ -156,6 +156,7 @@ type summary struct {
 	Gone           int            `json:"gone"`
 	Busy           int            `json:"busy"`
 	Failed         int            `json:"failed"`
+	CameBack       int            `json:"cameBack,omitempty"`
 	DurationMs     float64        `json:"durationMs"`
 	DryRun         bool           `json:"dryRun"`
 	Reasons        map[string]int `json:"reasons"`
@@ -168,7 +169,8 @@ type summary struct {
 	Rules          int            `json:"rules,omitempty"`
 	Notes          []note         `json:"notes,omitempty"`
 
-	by string // in words
+	by    string // in words
+	lines int    // of a saved table that are flows
 }
 
 // note is a line of the summary about what the counts do not tell.
@@ -178,6 +180,24 @@ type note struct {
 }
 
 func (s *summary) note(id, text string) { s.Notes = append(s.Notes, note{id, text}) }
+
+// passedOver notes of which protocols a plan asks only for flows that were never
+// answered, since the policy leaves the others.
+func (s *summary) passedOver(p sweep.Plan) {
+	var names, policy []string
+	for _, q := range p.Queries {
+		name := conntrack.ProtoName(q.Filter.Proto)
+		if word := strings.ToUpper(name); q.Filter.Clear&conntrack.StatusSeenReply != 0 && !slices.Contains(names, word) {
+			names, policy = append(names, word), append(policy, name+"=all")
+		}
+	}
+	if len(names) > 0 {
+		slices.Reverse(names) // scopes have them by number, SCTP first
+		slices.Reverse(policy)
+		s.note("not-looked-at", fmt.Sprintf("established %s flows were not looked at (--sweep %s)",
+			strings.Join(names, " and "), strings.Join(policy, ",")))
+	}
+}
 
 type queryJSON struct {
 	Query      string  `json:"query"`

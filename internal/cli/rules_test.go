@@ -163,7 +163,7 @@ func TestByRules(t *testing.T) {
 			if code := Run(ctx, append([]string{"plan", "--fail-on-stale"}, args...), nil, &text, &text); code != exitStale {
 				t.Errorf("exit %d: %s", code, &text)
 			}
-			if !regexp.MustCompile(`\njudged by the NAT rules of network namespace \S+: \d+ rules, generation \d+\n$`).MatchString(text.String()) {
+			if !regexp.MustCompile(`\njudged by the NAT rules of network namespace \S+: \d+ rules, generation \d+\nestablished TCP and SCTP flows were not looked at`).MatchString(text.String()) {
 				t.Errorf("printed: %s", &text)
 			}
 			if out = listed("sweep", stale); out.Summary.Deleted != len(stale) {
@@ -443,6 +443,64 @@ func TestRulesDoubt(t *testing.T) {
 	for _, r := range out.Flows {
 		if (r.Reason == "unpredictable") != (r.Why != "") {
 			t.Errorf("%s: %q", r.Reason, r.Why)
+		}
+	}
+}
+
+// Rules that tell nothing of any flow are no verdict.
+func TestRulesTellNothing(t *testing.T) {
+	if _, err := exec.LookPath("nft"); err != nil {
+		t.Skip(err)
+	}
+	ns, _ := created(t, 3)
+	plan := []string{"plan", "--netns", ns.Path(), "--fail-on-stale"}
+	set := func(rule string) {
+		t.Helper()
+		must(t, ns.SetNAT())
+		must(t, ns.Do(func() error {
+			cmd := exec.CommandContext(t.Context(), "nft", "-f", "-")
+			cmd.Stdin = strings.NewReader("table ip first\ndelete table ip first\n" +
+				"table ip first { chain p { type nat hook prerouting priority -110; " + rule + "; }; }\n")
+			out, err := cmd.CombinedOutput()
+			if err != nil {
+				t.Logf("%s", out)
+			}
+			return err
+		}))
+	}
+	set("ip dscp set 1") // writes into the packet
+	stdout, code, stderr := tryRun(t, plan...)
+	if code != exitFailed || !strings.Contains(stdout, "3 to keep") ||
+		!strings.HasSuffix(stderr, "\nflowsweep: --fail-on-stale: nothing stale was found, but the NAT rules do not tell of any flow whether it is\n") {
+		t.Errorf("exit %d: %s%s", code, stdout, stderr)
+	}
+	set("ip daddr 203.0.113.10 udp dport 53 dnat to 198.51.100.11-198.51.100.12:5353") // right, all of them
+	if stdout, code, stderr = tryRun(t, plan...); code != 0 {
+		t.Errorf("exit %d: %s%s", code, stdout, stderr)
+	}
+}
+
+// What a plan asks the kernel for leaves answered connections out, and says so;
+// there is nothing to say where all are looked at, or nobody may be left.
+func TestPassedOver(t *testing.T) {
+	ns, _ := created(t, 1)
+	const both = "established TCP and SCTP flows were not looked at (--sweep tcp=all,sctp=all)"
+	state := writeFile(t, oneService)
+	tcp := writeFile(t, strings.ReplaceAll(oneService, `"UDP"`, `"TCP"`))
+	for name, tt := range map[string]struct {
+		args []string
+		want string
+	}{
+		"by rules":        {nil, both},
+		"all":             {[]string{"--all"}, ""},
+		"tcp":             {[]string{"--sweep", "tcp=all"}, "established SCTP flows were not looked at (--sweep sctp=all)"},
+		"off":             {[]string{"--sweep", "tcp=off,sctp=off"}, ""},
+		"no such service": {[]string{"--state", state}, ""},
+		"one":             {[]string{"--state", tcp}, "established TCP flows were not looked at (--sweep tcp=all)"},
+	} {
+		out, code, stderr := runJSON(t, append([]string{"plan", "--netns", ns.Path()}, tt.args...)...)
+		if got := noteOf(out, "not-looked-at"); code != 0 || got != tt.want {
+			t.Errorf("%s: exit %d, %q, want %q: %s", name, code, got, tt.want, stderr)
 		}
 	}
 }
