@@ -33,13 +33,7 @@ func (t *Table) Explain(f *conntrack.Flow) (Verdict, []string) {
 		return v, steps
 	}
 	say("the protocol is %s, swept by the policy %q; the zone is %d; no helper expected the flow", name, sweep, f.Zone)
-	t.mu.RLock()
-	if h, ok := t.hosts[dst.Addr()]; ok {
-		say("its original destination %s is on an address %s", dst, h)
-	} else {
-		say("its original destination %s is on no address of this host that is known here", dst)
-	}
-	t.mu.RUnlock()
+	say("its original destination %s is on %s", dst, t.placeOf(dst.Addr()))
 	steps = append(steps, ex.steps...)
 	if len(ex.steps) == 0 {
 		say("no frontend and no tombstone matches that destination")
@@ -68,6 +62,28 @@ func (t *Table) Explain(f *conntrack.Flow) (Verdict, []string) {
 		say("it is stale, but the policy that counts for it leaves it: \"off\" leaves all, \"unreplied\" what was answered")
 	}
 	return v, steps
+}
+
+// ExplainDestination tells in words, one a line, what flows to a destination meet
+// when they are judged, and whether that is anything.
+func (t *Table) ExplainDestination(proto uint8, dst netip.AddrPort) (steps []string, known bool) {
+	ex := &explainer{}
+	f := conntrack.Flow{Family: conntrack.FamilyOf(dst.Addr()), Proto: proto}
+	f.Orig.Dst, f.Orig.DstPort = dst.Addr(), dst.Port()
+	t.mu.RLock()
+	t.survey(&scene{explain: ex}, &f)
+	t.mu.RUnlock()
+	return append([]string{"it is on " + t.placeOf(dst.Addr())}, ex.steps...), len(ex.steps) > 0
+}
+
+// placeOf tells what an address is to this host.
+func (t *Table) placeOf(a netip.Addr) string {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	if h, ok := t.hosts[a]; ok {
+		return "an address " + h.String()
+	}
+	return "no address of this host that is known here"
 }
 
 // String completes "an address ...".

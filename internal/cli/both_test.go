@@ -145,6 +145,18 @@ func TestStateAndRules(t *testing.T) {
 			t.Errorf("exit %d, want %q, %q\n%s%s", code, tt.step, tt.verdict, stdout, stderr)
 		}
 	}
+	stdout, code, stderr := tryRun(t, append([]string{"explain", "192.0.2.1:31000/udp"}, args...)...)
+	for _, part := range []string{
+		"192.0.2.1:31000/UDP by the desired state\n  1. it is on an address of this host\n  2. it matches the node-port *:31000/UDP of default/dns:udp",
+		"192.0.2.1:31000/UDP by the NAT rules of network namespace ",
+		"what they may do with a packet from anywhere: 203.0.113.250:31000\n",
+		"the conntrack table: 1 keep serving, 1 keep ruleset-disagrees, 2 delete backend-gone, 1 delete untranslated\n",
+		"  from 192.0.2.50:40000 -> 203.0.113.250:31000: keep ruleset-disagrees\n",
+	} {
+		if code != 0 || !strings.Contains(stdout, part) {
+			t.Errorf("exit %d, want %q in\n%s%s", code, part, stdout, stderr)
+		}
+	}
 	if out := check("sweep"); out.Summary.Deleted != 3 {
 		t.Errorf("%+v", out.Summary)
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -24,13 +25,13 @@ func newExplain() *cobra.Command {
 		Use:   "explain FLOW|SERVICE|DESTINATION",
 		Short: "Tell why a flow is kept or deleted, step by step",
 		Long: `explain judges one flow and tells every step, or shows what is known of a service,
-or, where the NAT rules of this host decide since no desired state is given, what
-they may do with packets to a destination.
+or of a destination: which frontends of the desired state are met there, and what
+the NAT rules of this host may do with packets to it.
 
 FLOW is a line as conntrack -L prints it, or SRC:PORT>DST:PORT/PROTOCOL, which is
 looked up in the live table or in --flows. SERVICE is NAMESPACE/NAME, the name of
-an item of a FrontendList, or a frontend such as 203.0.113.10:53/UDP. DESTINATION
-is written like a frontend.`,
+an item of a FrontendList, or a frontend as reports name it: "*:30053/UDP".
+DESTINATION is an address, a port and a protocol: 203.0.113.10:53/udp.`,
 		Example: `  flowsweep explain '192.0.2.50:40000>203.0.113.10:53/udp'
   flowsweep explain 203.0.113.10:53/udp
   flowsweep explain --state svc.yaml '192.0.2.50:40000>203.0.113.10:53/udp'
@@ -54,11 +55,10 @@ func (e *explaining) run(cmd *cobra.Command, what string) error {
 			return usagef("%q is no flow as conntrack -L prints it: %w", what, err)
 		}
 	}
-	var to ruleset.Destination
-	if e.byRules() && !line && !isShort {
-		if to, err = parseDestination(what); err != nil {
-			return err
-		}
+	to, err := parseDestination(what)
+	place := err == nil
+	if err != nil && e.byRules() && !line && !isShort {
+		return err
 	}
 	w, err := e.load(cmd)
 	if err != nil {
@@ -84,7 +84,7 @@ func (e *explaining) run(cmd *cobra.Command, what string) error {
 			err = &exitError{exitFailed, fmt.Errorf("no flow %s in %s", what, e.where())}
 		}
 		return err
-	case w.rules != nil:
+	case place:
 		return e.destination(cmd, w, to)
 	}
 	return e.service(cmd, w, what)
@@ -206,25 +206,85 @@ func (e *explaining) search(cmd *cobra.Command, families []conntrack.Family, fil
 	return nil
 }
 
-// destination shows what rules may do with packets to a destination, and how the
-// flows to it are judged.
+// mostFlows is how many flows to a destination are shown.
+const mostFlows = 10
+
+// destination shows what of the desired state is met at a destination, what rules
+// may do with packets to it, and how the flows to it are judged.
 func (e *explaining) destination(cmd *cobra.Command, w *world, d ruleset.Destination) error {
 	out := cmd.OutOrStdout()
-	o, steps := w.rules.Rules.To(d)
-	fmt.Fprintf(out, "%s/%s by %s\n", d.Addr, strings.ToUpper(conntrack.ProtoName(d.Proto)), w.rules)
-	for i, s := range steps {
-		fmt.Fprintln(out, printable(fmt.Sprintf("%3d. %s", i+1, s)))
+	name := fmt.Sprintf("%s/%s", d.Addr, strings.ToUpper(conntrack.ProtoName(d.Proto)))
+	show := func(steps []string) {
+		for i, s := range steps {
+			fmt.Fprintln(out, printable(fmt.Sprintf("%3d. %s", i+1, s)))
+		}
 	}
-	fmt.Fprintf(out, "what they may do with a packet from anywhere: %s\n", o)
+	rules := w.rules
+	if w.both != nil {
+		steps, known := w.table.ExplainDestination(d.Proto, d.Addr)
+		if !known {
+			return &exitError{exitFailed, fmt.Errorf("%s: no frontend of the state is or was there", name)}
+		}
+		fmt.Fprintf(out, "%s by the desired state\n", name)
+		show(steps)
+		if rules = w.both.rules; rules == nil {
+			fmt.Fprintln(out, notAskedText(w.both.notAsked))
+		}
+	}
+	if rules != nil {
+		o, steps := rules.Rules.To(d)
+		fmt.Fprintf(out, "%s by %s\n", name, rules)
+		var texts []string
+		for _, s := range steps {
+			texts = append(texts, s.String())
+		}
+		show(texts)
+		fmt.Fprintf(out, "what they may do with a packet from anywhere: %s\n", o)
+	}
+	return e.flowsTo(cmd, w, to(d.Proto, d.Addr), mostFlows, func(*conntrack.Flow) bool { return true })
+}
+
+// flowsTo tells how the flows are judged that a filter lets through and that are
+// meant, and shows the first of them.
+func (e *explaining) flowsTo(cmd *cobra.Command, w *world, filter conntrack.Filter, show int, meant func(*conntrack.Flow) bool) error {
 	var verdicts [frontend.Reasons]int
-	err := e.search(cmd, w.families, to(d.Proto, d.Addr), func(f *conntrack.Flow) error {
-		verdicts[w.rules.Judge(f).Reason]++
+	var lines []string
+	total := 0
+	judge := w.judge()
+	err := e.search(cmd, w.families, filter, func(f *conntrack.Flow) error {
+		if !meant(f) {
+			return nil
+		}
+		v := judge.Judge(f)
+		verdicts[v.Reason]++
+		if total++; total <= show {
+			to := "(not translated)"
+			if f.Translated() {
+				to = "-> " + endpoint(f.Proto, f.Reply.Src, f.Reply.SrcPort)
+			}
+			lines = append(lines, fmt.Sprintf("  from %s %s: %s", endpoint(f.Proto, f.Orig.Src, f.Orig.SrcPort), to, v))
+		}
 		return nil
 	})
+	out := cmd.OutOrStdout()
 	if err != nil {
+		if errors.Is(err, context.Canceled) || e.flows != "" || w.rules != nil {
+			return err
+		}
+		// What is known of the service was shown; the flows need a privilege.
+		fmt.Fprintf(out, "flows to it are not shown: %v\n", err)
+		return nil
+	}
+	if err := e.counts(out, &verdicts); err != nil {
 		return err
 	}
-	return e.counts(out, &verdicts)
+	if n := total - show; n > 0 && show > 0 {
+		lines = append(lines, fmt.Sprintf("  and %s more", plural(n, "flow")))
+	}
+	for _, l := range lines {
+		fmt.Fprintln(out, l)
+	}
+	return nil
 }
 
 // service shows the frontends of an owner and how the flows to them are judged.
@@ -254,31 +314,10 @@ func (e *explaining) service(cmd *cobra.Command, w *world, name string) error {
 	for _, t := range tombs {
 		fmt.Fprintf(out, "%s %s (%s)\n  gone: flows that are still translated for it are stale\n", t.Kind, t.Key, t.Owner)
 	}
-	var verdicts [frontend.Reasons]int
-	err := e.search(cmd, w.families, conntrack.Filter{}, func(f *conntrack.Flow) error {
-		for i := range frontends {
-			if k := frontends[i].Key(); w.table.Reaches(k, f) {
-				verdicts[w.table.Judge(f).Reason]++
-				return nil
-			}
-		}
-		for _, t := range tombs {
-			if w.table.Reaches(t.Key, f) {
-				verdicts[w.table.Judge(f).Reason]++
-				return nil
-			}
-		}
-		return nil
+	return e.flowsTo(cmd, w, conntrack.Filter{}, 0, func(f *conntrack.Flow) bool {
+		return slices.ContainsFunc(frontends, func(x frontend.Frontend) bool { return w.table.Reaches(x.Key(), f) }) ||
+			slices.ContainsFunc(tombs, func(x frontend.Tombstone) bool { return w.table.Reaches(x.Key, f) })
 	})
-	if err != nil {
-		if errors.Is(err, context.Canceled) || e.flows != "" {
-			return err
-		}
-		// What is known of the service was shown; the flows need a privilege.
-		fmt.Fprintf(out, "flows to it are not shown: %v\n", err)
-		return nil
-	}
-	return e.counts(out, &verdicts)
 }
 
 // counts tells how many flows there are of each verdict.
