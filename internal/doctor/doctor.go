@@ -44,10 +44,19 @@ type Kernel interface {
 	// Rules reads the NAT rules and judges the first flows of the table by them,
 	// limit at most. A kernel without nf_tables fails with ruleset.ErrNoNFT.
 	Rules(ctx context.Context, limit int) (*Ruleset, error)
-	// NAT tells which other network namespaces have NAT rules, by paths for --netns:
-	// of those of the processes given ("net:[INODE]" to PID), and of those with a
-	// name. all is false where some were not looked into.
-	NAT(ctx context.Context, pids map[string]int) (paths []string, all bool, err error)
+	// NAT tells which other network namespaces translate: of those of the processes
+	// given ("net:[INODE]" to PID), of those with a name, and of those that are
+	// mounted. all is false where some were not looked into.
+	NAT(ctx context.Context, pids map[string]int) (list []Elsewhere, all bool, err error)
+	// SocketPrograms tells at which hooks of the cgroup root BPF programs see what
+	// sockets connect or send to, and where that is mounted.
+	SocketPrograms() (hooks []string, root string, err error)
+}
+
+// Elsewhere is another network namespace that translates.
+type Elsewhere struct {
+	Path                string // for --netns
+	Rules, Legacy, IPVS bool   // by which of them
 }
 
 // check is one thing to look at. It may find several; what lacks an ID or a
@@ -62,7 +71,7 @@ type check struct {
 var checks = []check{
 	namespace, capability, ctnetlink, filters,
 	fill, buckets, udpTimeout, tcpLoose, events, sample,
-	settling, rules, ipvs, namespaces, otherRules, proxies,
+	settling, rules, ipvs, sockets, namespaces, otherRules, proxies,
 }
 
 // Examine makes every check. One that cannot be made says so in its finding.

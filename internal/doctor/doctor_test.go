@@ -116,9 +116,11 @@ type fake struct {
 	existErr  error
 	rules     *Ruleset
 	rulesErr  error
-	nat       []string // paths of namespaces
-	natSome   bool     // these are not all
+	nat       []Elsewhere
+	natSome   bool // these are not all
 	natErr    error
+	hooks     []string
+	hooksErr  error
 }
 
 func (k *fake) Count(context.Context) (int, error) { return len(k.flows), k.countErr }
@@ -143,8 +145,12 @@ func (k *fake) Rules(context.Context, int) (*Ruleset, error) {
 	return r, nil
 }
 
-func (k *fake) NAT(context.Context, map[string]int) ([]string, bool, error) {
-	return k.nat, !k.natSome, k.natErr
+func (k *fake) NAT(context.Context, map[string]int) ([]Elsewhere, bool, error) {
+	return slices.Clone(k.nat), !k.natSome, k.natErr
+}
+
+func (k *fake) SocketPrograms() ([]string, string, error) {
+	return k.hooks, "/sys/fs/cgroup", k.hooksErr
 }
 
 func (k *fake) Generation() (uint32, bool, error) { return k.gen, k.committed, k.genErr }
@@ -215,7 +221,12 @@ func TestReports(t *testing.T) {
 			flows(20, 1, 0)),
 		gen: 7, committed: true,
 		objects: []string{"chain ip nat KUBE-SERVICES", "chain ip nat DOCKER"},
-		rules:   odd, nat: []string{"/proc/815/ns/net", "/run/netns/router"},
+		rules:   odd,
+		nat: []Elsewhere{
+			{Path: "/run/netns/router", Rules: true}, {Path: "/proc/815/ns/net", Rules: true},
+			{Path: "/run/docker/netns/ingress_sbox", Rules: true, Legacy: true, IPVS: true},
+		},
+		hooks: []string{"connect4", "sendmsg4"},
 	}
 	sick := healthyFiles().with(files{
 		"thread-self/ns/net":                 "-> net:[4026532999]",
@@ -236,7 +247,7 @@ func TestReports(t *testing.T) {
 	process(sick, 815, "pause", "net:[4026533000]")
 	process(sick, 816, "pause", "net:[4026533001]")
 
-	bareKernel := &fake{countErr: errDenied, probeErr: errDenied, sampleErr: errDenied, genErr: errDenied, existErr: errDenied, rulesErr: errDenied, natErr: errDenied}
+	bareKernel := &fake{countErr: errDenied, probeErr: errDenied, sampleErr: errDenied, genErr: errDenied, existErr: errDenied, rulesErr: errDenied, natErr: errDenied, hooksErr: errDenied}
 	bare := healthyFiles().with(files{"thread-self/status": noCaps})
 
 	for _, tt := range []struct {
@@ -468,16 +479,36 @@ func TestChecks(t *testing.T) {
 			"tc", nil, with(func(r *Ruleset) { r.Others.Modules = []string{"act_ct"} }),
 			"", "other-translators", Info, "tc or a switch may translate: act_ct loaded", false,
 		},
-		{"no rules elsewhere", nil, nil, "", "rules-elsewhere", OK, "no NAT rules in other namespaces", false},
+		{"no rules elsewhere", nil, nil, "", "rules-elsewhere", OK, "no NAT rules, iptables-legacy or IPVS in other namespaces", false},
 		{
-			"rules elsewhere", nil, kernel(func(k *fake) { k.nat = []string{"/run/netns/b", "/run/netns/a"} }),
+			"rules elsewhere", nil, kernel(func(k *fake) {
+				k.nat = []Elsewhere{{Path: "/run/netns/b", Rules: true}, {Path: "/run/netns/a", Rules: true}}
+			}),
 			"", "rules-elsewhere", Info, "NAT rules in /run/netns/a, /run/netns/b", false,
+		},
+		{
+			"other translators elsewhere", nil, kernel(func(k *fake) {
+				k.nat = []Elsewhere{{Path: "/run/docker/netns/ingress_sbox", IPVS: true}, {Path: "/proc/7/ns/net", Legacy: true}}
+			}),
+			"", "rules-elsewhere", Info, "a nat table of iptables-legacy in /proc/7/ns/net; IPVS in /run/docker/netns/ingress_sbox", false,
 		},
 		{
 			"not all elsewhere", nil, kernel(func(k *fake) { k.natSome = true }),
 			"", "rules-elsewhere", Info, "which are not all", true,
 		},
-		{"elsewhere without nf_tables", nil, kernel(func(k *fake) { k.natErr = ruleset.ErrNoNFT }), "", "rules-elsewhere", OK, "no nf_tables", false},
+		{
+			"rules elsewhere, and not all", nil, kernel(func(k *fake) {
+				k.natSome, k.nat = true, []Elsewhere{{Path: "/run/netns/b", Rules: true}}
+			}),
+			"", "rules-elsewhere", Info, "NAT rules in /run/netns/b; not all were looked into", false,
+		},
+
+		{"no program", nil, nil, "", "socket-balancers", OK, "no BPF program at connect or sendmsg of the cgroup root", false},
+		{
+			"programs", nil, kernel(func(k *fake) { k.hooks = []string{"connect4", "sendmsg6"} }),
+			"", "socket-balancers", Info, "BPF programs at connect4, sendmsg6 of the cgroup root /sys/fs/cgroup", false,
+		},
+		{"programs may not be asked for", nil, kernel(func(k *fake) { k.hooksErr = errDenied }), "", "socket-balancers", Info, "it takes CAP_NET_ADMIN", true},
 		{"elsewhere may not be looked", nil, kernel(func(k *fake) { k.natErr = errDenied }), "", "rules-elsewhere", Info, "not checked", true},
 
 		{"no IPVS", nil, nil, "", "ipvs", OK, "not in use", false},
@@ -588,6 +619,25 @@ func TestMissingFiles(t *testing.T) {
 	}
 	if r := examine(t, files{"empty": ""}, healthyKernel(), ""); r.Summary.Mend != 0 || r.Summary.Unchecked < 8 {
 		t.Errorf("with an empty proc: %+v", r.Summary)
+	}
+}
+
+// mountinfo as the kernel writes it, with optional fields and without, and blanks.
+func TestMounts(t *testing.T) {
+	const text = "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue\n" +
+		"401 27 0:4 net:[4026532281] /run/netns/blue rw shared:210 - nsfs nsfs rw\n" +
+		"402 27 0:4 net:[4026532282] /run/a\\040b\\134c rw - nsfs nsfs rw\n" +
+		"403 27 0:4 mnt:[4026532283] /run/m rw - nsfs nsfs rw\n" +
+		"41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n" +
+		"cut short - nsfs\nno separator\n"
+	want := []mount{
+		{"net:[4026532281]", "/run/netns/blue"}, {"net:[4026532282]", `/run/a b\c`}, {"mnt:[4026532283]", "/run/m"},
+	}
+	if got := mountsOf("nsfs", []byte(text)); !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+	if got := mountsOf("cgroup2", []byte(text)); !slices.Equal(got, []mount{{"/", "/sys/fs/cgroup/unified"}}) {
+		t.Errorf("%v", got)
 	}
 }
 

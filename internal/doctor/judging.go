@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -92,27 +93,70 @@ var otherRules = check{
 		if err != nil {
 			return unchecked(err)
 		}
-		where, all, err := e.Kernel.NAT(ctx, maps.Clone(s.namespaces))
+		list, all, err := e.Kernel.NAT(ctx, maps.Clone(s.namespaces))
+		all = all && s.hidden == 0 && !s.more
 		switch {
-		case errors.Is(err, ruleset.ErrNoNFT):
-			return found(OK, "no nf_tables", "")
 		case err != nil:
 			return unchecked(err)
-		case len(where) == 0 && all:
-			return found(OK, "no NAT rules in other namespaces", "")
-		case len(where) == 0:
-			f := found(Info, "no NAT rules in those other namespaces that were looked into, which are not all",
+		case len(list) == 0 && all:
+			return found(OK, "no NAT rules, iptables-legacy or IPVS in other namespaces", "")
+		case len(list) == 0:
+			f := found(Info, "no NAT rules, iptables-legacy or IPVS in those other namespaces that were looked into, which are not all",
 				"flowsweep plan --netns looks into one")
 			f[0].Unchecked = true
 			return f
 		}
-		slices.Sort(where)
-		const most = 5
-		what := "NAT rules in " + strings.Join(where[:min(len(where), most)], ", ")
-		if n := len(where) - most; n > 0 {
-			what += fmt.Sprintf(" and %d more", n)
+		slices.SortFunc(list, func(a, b Elsewhere) int { return cmp.Compare(a.Path, b.Path) })
+		do := ""
+		var parts []string
+		for _, by := range []struct {
+			what, do string
+			has      func(Elsewhere) bool
+		}{
+			{"NAT rules", "judges the flows there", func(x Elsewhere) bool { return x.Rules }},
+			{"a nat table of iptables-legacy", "--state FILE judges the flows there", func(x Elsewhere) bool { return x.Legacy }},
+			{"IPVS", "--state FILE judges the flows there", func(x Elsewhere) bool { return x.IPVS }},
+		} {
+			var paths []string
+			for _, x := range list {
+				if by.has(x) {
+					paths = append(paths, x.Path)
+				}
+			}
+			if len(paths) == 0 {
+				continue
+			}
+			if do == "" {
+				do = "flowsweep plan --netns " + paths[0] + " " + by.do
+			}
+			const most = 5
+			part := by.what + " in " + strings.Join(paths[:min(len(paths), most)], ", ")
+			if n := len(paths) - most; n > 0 {
+				part += fmt.Sprintf(" and %d more", n)
+			}
+			parts = append(parts, part)
 		}
-		return found(Info, what,
-			"flowsweep plan --netns "+where[0]+" judges the flows there; run an agent for each that matters")
+		if !all {
+			parts = append(parts, "not all were looked into")
+		}
+		return found(Info, strings.Join(parts, "; "), do+"; run an agent for each that matters")
+	},
+}
+
+var sockets = check{
+	id: "socket-balancers",
+	why: "what a program chooses for a socket is no translation that conntrack could show: " +
+		"the flow goes from the client to the backend, and cannot be judged or repaired here",
+	run: func(_ context.Context, e *exam) []Finding {
+		hooks, root, err := e.Kernel.SocketPrograms()
+		switch {
+		case err != nil:
+			return unchecked(err)
+		case len(hooks) == 0:
+			return found(OK, "no BPF program at connect or sendmsg of the cgroup root", "")
+		}
+		return found(Info, fmt.Sprintf("BPF programs at %s of the cgroup root %s, which may choose backends for sockets (Cilium's do)",
+			strings.Join(hooks, ", "), root),
+			"flowsweep explain 'CLIENT:PORT>SERVICE:PORT/udp' shows where the client's socket sends instead")
 	},
 }

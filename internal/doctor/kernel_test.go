@@ -3,13 +3,19 @@
 package doctor
 
 import (
+	"encoding/binary"
+	"errors"
+	"io/fs"
 	"net/netip"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -235,13 +241,139 @@ func TestHostNAT(t *testing.T) {
 	if err := without.Do(flush.Run); err != nil {
 		t.Skip(err)
 	}
-	paths, _, err := (&live{}).NAT(t.Context(), pids)
+	list, _, err := (&live{}).NAT(t.Context(), pids)
 	if err != nil {
 		t.Fatal(err)
 	}
-	own := slices.DeleteFunc(paths, func(p string) bool { return !strings.HasPrefix(p, "/proc/") }) // the host's are what they are
-	if !slices.Equal(own, []string{want}) {
+	// The host's are what they are.
+	own := slices.DeleteFunc(list, func(x Elsewhere) bool { return !strings.HasPrefix(x.Path, "/proc/") })
+	if !slices.Equal(own, []Elsewhere{{Path: want, Rules: true}}) {
 		t.Errorf("%v, want %s", own, want)
+	}
+}
+
+// Those without a process are found where they are mounted, as Docker mounts
+// Swarm's ingress_sbox; what translates there may be no rule.
+func TestHostNATMounted(t *testing.T) {
+	legacy := nstest.New(t)
+	nstest.LegacyNAT(t, legacy)
+	path := filepath.Join(t.TempDir(), "ingress sbox")
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var list []Elsewhere
+	var err error
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		runtime.LockOSThread() // and given up, with its mounts
+		if err = unix.Unshare(unix.CLONE_NEWNS); err != nil {
+			return
+		}
+		if err = unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+			return
+		}
+		if err = unix.Mount(legacy.Path(), path, "", unix.MS_BIND, ""); err != nil {
+			return
+		}
+		list, _, err = (&live{}).NAT(t.Context(), nil)
+	}()
+	<-done
+	if errors.Is(err, fs.ErrPermission) {
+		t.Skip(err)
+	}
+	if i := slices.IndexFunc(list, func(x Elsewhere) bool { return x.Path == path }); err != nil || i < 0 || list[i] != (Elsewhere{Path: path, Legacy: true}) {
+		t.Errorf("%+v, %v", list, err)
+	}
+}
+
+// A program at connect4 of a cgroup is seen there, and in the cgroups below.
+func TestSocketPrograms(t *testing.T) {
+	nstest.Require(t)
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	roots := mountsOf("cgroup2", mounts)
+	if len(roots) == 0 {
+		t.Skip("cgroup v2 is not mounted")
+	}
+	if _, _, err := (&live{}).SocketPrograms(); err != nil {
+		t.Skip(err)
+	}
+	cgroup := filepath.Join(roots[0].path, "flowsweep-test-"+strconv.Itoa(os.Getpid()))
+	below := filepath.Join(cgroup, "below")
+	for _, dir := range []string{cgroup, below} {
+		if err := os.Mkdir(dir, 0o755); err != nil {
+			t.Skip(err)
+		}
+		t.Cleanup(func() {
+			if err := os.Remove(dir); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	want := func(dir string, want ...string) {
+		t.Helper()
+		if hooks, err := socketPrograms(dir); err != nil || !slices.Equal(hooks, want) {
+			t.Errorf("%s: %v, %v, want %v", dir, hooks, err, want)
+		}
+	}
+	want(cgroup)
+	detach := attachAllow(t, cgroup, unix.BPF_CGROUP_INET4_CONNECT)
+	want(cgroup, "connect4")
+	want(below, "connect4")
+	detach()
+	want(cgroup)
+	if _, err := socketPrograms(t.TempDir()); !errors.Is(err, unix.EBADF) {
+		t.Errorf("no cgroup: %v", err)
+	}
+}
+
+// attachAllow attaches a program that allows everything, and returns what takes
+// it away.
+func attachAllow(t *testing.T, cgroup string, typ uint32) func() {
+	t.Helper()
+	dir, err := os.Open(cgroup)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = dir.Close() })
+	bpf := func(cmd int, attr unsafe.Pointer, size uintptr) int {
+		t.Helper()
+		n, _, errno := unix.Syscall(unix.SYS_BPF, uintptr(cmd), uintptr(attr), size)
+		if errno != 0 {
+			t.Fatalf("bpf command %d: %v", cmd, errno)
+		}
+		return int(n)
+	}
+	program := [2]uint64{0x00000001_0000_00b7, 0x95} // r0 = 1; exit (struct bpf_insn)
+	if binary.NativeEndian.Uint16([]byte{1, 0}) != 1 {
+		t.Skip("the program is a little-endian machine's")
+	}
+	license := [...]byte{'G', 'P', 'L', 0}
+	load := struct {
+		typ, count     uint32
+		insns, license uint64
+		logLevel       uint32
+		logSize        uint32
+		log            uint64
+		version, flags uint32
+		name           [16]byte
+		ifindex        uint32
+		attachType     uint32
+	}{
+		typ: unix.BPF_PROG_TYPE_CGROUP_SOCK_ADDR, count: 2, insns: uint64(uintptr(unsafe.Pointer(&program))),
+		license: uint64(uintptr(unsafe.Pointer(&license))), attachType: typ,
+	}
+	prog := bpf(unix.BPF_PROG_LOAD, unsafe.Pointer(&load), unsafe.Sizeof(load))
+	runtime.KeepAlive(&program)
+	runtime.KeepAlive(&license)
+	attach := struct{ target, prog, typ, flags, replace uint32 }{target: uint32(dir.Fd()), prog: uint32(prog), typ: typ}
+	bpf(unix.BPF_PROG_ATTACH, unsafe.Pointer(&attach), unsafe.Sizeof(attach))
+	return func() {
+		bpf(unix.BPF_PROG_DETACH, unsafe.Pointer(&attach), unsafe.Sizeof(attach))
+		_ = unix.Close(prog)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -126,7 +127,7 @@ const (
 )
 
 // NAT enters the others one by one, which takes CAP_SYS_ADMIN.
-func (l *live) NAT(ctx context.Context, pids map[string]int) (paths []string, all bool, err error) {
+func (l *live) NAT(ctx context.Context, pids map[string]int) (list []Elsewhere, all bool, err error) {
 	at := map[string]string{}
 	for ns, pid := range pids {
 		at[ns] = fmt.Sprintf("/proc/%d/ns/net", pid)
@@ -135,41 +136,63 @@ func (l *live) NAT(ctx context.Context, pids map[string]int) (paths []string, al
 	if err != nil {
 		return nil, false, err
 	}
-	const named = "/run/netns"
-	names, err := os.ReadDir(named)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	all = true
+	mounts, err := os.ReadFile("/proc/thread-self/mountinfo")
+	if err != nil {
 		return nil, false, err
 	}
-	for _, name := range names {
-		var st unix.Stat_t
-		path := filepath.Join(named, name.Name())
-		if err := unix.Stat(path, &st); err != nil {
-			continue
+	for _, m := range mountsOf("nsfs", mounts) {
+		if strings.HasPrefix(m.root, "net:[") && m.root != own {
+			at[m.root] = m.path
 		}
-		if ns := fmt.Sprintf("net:[%d]", st.Ino); ns != own {
-			at[ns] = path
+	}
+	// Names last: they are the shortest, and some are no mounts of this process.
+	for _, named := range []string{"/run/docker/netns", "/run/netns"} {
+		names, err := os.ReadDir(named)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			all = false
+		}
+		for _, name := range names {
+			var st unix.Stat_t
+			path := filepath.Join(named, name.Name())
+			if err := unix.Stat(path, &st); err != nil {
+				continue
+			}
+			if ns := fmt.Sprintf("net:[%d]", st.Ino); ns != own {
+				at[ns] = path
+			}
 		}
 	}
 	ctx, cancel := context.WithTimeout(ctx, namespacesFor)
 	defer cancel()
-	all = len(at) <= maxNamespaces
 	n := 0
 	for _, path := range at {
 		if n++; n > maxNamespaces || ctx.Err() != nil {
-			return paths, false, nil
+			return list, false, nil
 		}
-		switch has, err := hasNAT(ctx, path); {
-		case errors.Is(err, ruleset.ErrNoNFT):
-			return nil, false, err
+		x, err := translates(ctx, path)
+		switch {
 		case errors.Is(err, fs.ErrPermission):
 			return nil, false, errors.New("it takes CAP_SYS_ADMIN to enter namespaces, and CAP_NET_ADMIN in them")
 		case err != nil: // it may be gone
 			all = false
-		case has:
-			paths = append(paths, path)
+		}
+		if x.Rules || x.Legacy || x.IPVS {
+			list = append(list, x)
 		}
 	}
-	return paths, all, nil
+	return list, all, nil
+}
+
+// translates looks by what a namespace translates, and returns what it has found
+// beside an error.
+func translates(ctx context.Context, path string) (x Elsewhere, err error) {
+	var errs [3]error
+	x.Path = path
+	x.Rules, errs[0] = hasNAT(ctx, path)
+	x.Legacy, errs[1] = nft.LegacyNAT(path)
+	x.IPVS, errs[2] = nft.IPVS(path)
+	return x, errors.Join(errs[:]...)
 }
 
 func hasNAT(ctx context.Context, path string) (bool, error) {
@@ -179,10 +202,27 @@ func hasNAT(ctx context.Context, path string) (bool, error) {
 	}
 	defer c.Close()
 	r, err := c.Load(ctx)
+	if errors.Is(err, ruleset.ErrNoNFT) {
+		return false, nil
+	}
 	if err != nil {
 		return false, err
 	}
 	return r.Size().Bases > 0, nil
+}
+
+// SocketPrograms asks the root of cgroup v2, wherever it is mounted.
+func (l *live) SocketPrograms() (hooks []string, root string, err error) {
+	mounts, err := os.ReadFile("/proc/thread-self/mountinfo")
+	if err != nil {
+		return nil, "", err
+	}
+	list := mountsOf("cgroup2", mounts)
+	if len(list) == 0 {
+		return nil, "", errors.New("cgroup v2 is not mounted here, so that programs at its root are not seen")
+	}
+	hooks, err = socketPrograms(list[0].path)
+	return hooks, list[0].path, err
 }
 
 func (l *live) Exist(objects ...nft.Object) ([]bool, error) {
