@@ -81,7 +81,7 @@ func (e *explaining) run(cmd *cobra.Command, what string) error {
 			return explainFlow(out, w.judge(), f)
 		})
 		if err == nil && found == 0 {
-			err = &exitError{exitFailed, fmt.Errorf("no flow %s in %s", what, e.where())}
+			err = e.sameSocket(cmd, w, &short, what)
 		}
 		return err
 	case place:
@@ -148,6 +148,46 @@ func parseShort(what string) (s shortFlow, ok bool, err error) {
 	}
 	s.filter = to(number, s.dst)
 	return s, true, nil
+}
+
+// sameSocket looks, where there is no flow from a client to a service, for flows
+// from the same address and port to elsewhere: a balancer at the socket (BPF at
+// connect or sendmsg) has the client send to a backend itself.
+func (e *explaining) sameSocket(cmd *cobra.Command, w *world, s *shortFlow, what string) error {
+	out := cmd.OutOrStdout()
+	found := 0
+	filter := conntrack.Filter{Family: s.filter.Family, Proto: s.filter.Proto}
+	err := e.search(cmd, w.families, filter, func(f *conntrack.Flow) error {
+		if f.Orig.Src != s.src.Addr() || f.Orig.SrcPort != s.src.Port() {
+			return nil
+		}
+		if found++; found > mostFlows {
+			return nil
+		}
+		// As it would be if a rule had sent it there.
+		asked := *f
+		asked.Orig.Dst, asked.Orig.DstPort = s.dst.Addr(), s.dst.Port()
+		note := ""
+		if w.table != nil {
+			switch v := w.table.Judge(&asked); {
+			case v.Reason == frontend.Serving:
+				note = fmt.Sprintf(": goes to a valid backend of %s", v.Owner)
+			case v.Action == frontend.Delete:
+				note = fmt.Sprintf(": goes to no valid backend of %s", v.Owner)
+			}
+		}
+		_, err := fmt.Fprintln(out, printable(f.String()+note))
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	none := fmt.Sprintf("no flow %s in %s", what, e.where())
+	if found > 0 {
+		none += fmt.Sprintf(", but %s from the same socket to elsewhere: a balancer at the socket may have chosen where "+
+			"(see socket-balancers of \"flowsweep doctor\")", plural(found, "flow"))
+	}
+	return &exitError{exitFailed, errors.New(none)}
 }
 
 // to matches the flows to a destination.
