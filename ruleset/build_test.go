@@ -170,7 +170,7 @@ func (r *rig) set(name string, flags, keyLen uint32, attrs []byte, elems ...[]by
 	r.check(r.m.addSet(r.family, join(str(uapi.NftaSetTable, r.table), str(uapi.NftaSetName, name),
 		num(uapi.NftaSetFlags, flags), num(uapi.NftaSetKeyLen, keyLen), attrs)))
 	t := r.m.tables[tableKey{r.family, r.table}]
-	g := gathering{table: t, set: t.sets[name]}
+	g := gathering{table: t, set: t.sets[name], limits: usualLimits}
 	for len(elems) > 0 { // an attribute holds 64 KiB
 		n := min(len(elems), 500)
 		r.check(g.add(nla(uapi.NftaSetElemListElements, elems[:n]...)))

@@ -27,6 +27,8 @@ const (
 // the kernel, which refuses what other processes send, so that a plain read(2)
 // is enough. Its methods may be called from several goroutines.
 type Conn struct {
+	namespace string
+
 	mu  sync.Mutex
 	fd  int // -1 when closed
 	seq uint32
@@ -55,25 +57,66 @@ func (r *genRequest) take(typ uint16, _ Family, b []byte) error {
 // calling thread. Entering another one needs CAP_SYS_ADMIN, reading
 // CAP_NET_ADMIN, which shows with the first [Conn.Load].
 func Open(namespace string) (*Conn, error) {
-	c := &Conn{buf: make([]byte, recvBuf)}
+	c := &Conn{namespace: namespace, buf: make([]byte, recvBuf)}
 	c.ask.req, c.ask.answer.each = generationRequest(), c.ask.take
-	dial := func() (err error) {
-		c.fd, err = unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
-		return err
-	}
-	if err := inside(namespace, dial); err != nil {
-		return nil, fmt.Errorf("nftables: open netlink socket: %w", err)
-	}
-	tv := unix.NsecToTimeval(int64(answerTime))
-	err := errors.Join(
-		unix.Connect(c.fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}),
-		unix.SetsockoptTimeval(c.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv),
-		unix.SetsockoptInt(c.fd, unix.SOL_NETLINK, unix.NETLINK_CAP_ACK, 1),
-	)
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("nftables: set up netlink socket: %w", err), c.Close())
+	var err error
+	if c.fd, err = dial(namespace); err != nil {
+		return nil, err
 	}
 	return c, nil
+}
+
+func dial(namespace string) (fd int, err error) {
+	err = inside(namespace, func() (err error) {
+		fd, err = unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
+		return err
+	})
+	if err != nil {
+		return -1, fmt.Errorf("nftables: open netlink socket: %w", err)
+	}
+	tv := unix.NsecToTimeval(int64(answerTime))
+	err = errors.Join(
+		unix.Connect(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}),
+		unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv),
+		unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_CAP_ACK, 1),
+	)
+	if err != nil {
+		return -1, errors.Join(fmt.Errorf("nftables: set up netlink socket: %w", err), unix.Close(fd))
+	}
+	return fd, nil
+}
+
+// renew puts another socket in the place of one with a dump that is not read to its
+// end, and tells whether it could. The kernel takes 30 s to dump a million elements
+// (nf_tables_dump_set passes over all that were sent before, for each 32 KiB).
+func (c *Conn) renew() bool {
+	fd, err := dial(c.namespace)
+	if err != nil {
+		return false
+	}
+	old := c.fd
+	if c.fd = fd; !sameNamespace(fd, old) { // the name may be another's by now
+		c.fd, old = old, fd
+	}
+	_ = unix.Close(old) // nothing was written
+	return c.fd == fd
+}
+
+// sameNamespace tells whether two sockets are known to be in one network namespace.
+func sameNamespace(a, b int) bool {
+	var of [2]unix.Stat_t
+	for i, fd := range [2]int{a, b} {
+		ns, err := unix.IoctlRetInt(fd, unix.SIOCGSKNS)
+		if err != nil {
+			return false
+		}
+		err = unix.Fstat(ns, &of[i])
+		_ = unix.Close(ns)
+		if err != nil {
+			return false
+		}
+	}
+	return of[0].Ino == of[1].Ino && of[0].Dev == of[1].Dev
 }
 
 func inside(namespace string, f func() error) error {
@@ -147,6 +190,9 @@ func (c *Conn) receive(dump bool, a *answer) (interrupted bool, err error) {
 				return a.interrupted, refused(errno)
 			}
 			return a.interrupted, fmt.Errorf("nftables: %w", err)
+		}
+		if a.err != nil && !a.done && dump && c.renew() {
+			a.done = true
 		}
 		if a.done || !dump && a.any {
 			if a.err != nil {

@@ -38,8 +38,11 @@ const (
 	whyVerdict = "the verdict of a rule is not understood"
 )
 
-// errHuge makes the lookup of a set anything.
-var errHuge = errors.New("a set has more elements than are read")
+// Why the elements of a set are not read, which makes its lookup anything.
+var (
+	errHuge = errors.New("a set has more elements than are read")
+	errMany = errors.New("the sets have more elements in all than are read")
+)
 
 // deps is what an outcome depends on beside destination, protocol and hook.
 type deps uint8
@@ -602,7 +605,9 @@ func (e *eval) lookup(o *lookupOp, rest []op, r *regs, f *frame) {
 	if x == nil {
 		var err error
 		if x, err = e.fetch(e.cur.chain.table, s); err != nil {
-			e.err = err
+			if s.tooLarge == nil {
+				e.err = err
+			}
 			e.giveUp(err.Error())
 			return
 		}

@@ -43,7 +43,7 @@ func FuzzMessages(f *testing.F) {
 			_ = m.addRule(family, rules)
 			for _, t := range m.tables {
 				for _, s := range t.sets {
-					g := gathering{table: t, set: s}
+					g := gathering{table: t, set: s, limits: usualLimits}
 					if g.add(elems) == nil {
 						s.elements = g.finish()
 					}
@@ -191,13 +191,13 @@ func TestHugeSet(t *testing.T) {
 	r := newRig(t, IPv4)
 	r.set("s", 0, 4, nil)
 	tab := r.m.tables[tableKey{IPv4, "t"}]
-	g := gathering{table: tab, set: tab.sets["s"]}
+	g := gathering{table: tab, set: tab.sets["s"], limits: usualLimits}
 	batch := make([][]byte, 1024)
 	for i := range batch {
 		batch[i] = elem(word(uint32(i)))
 	}
 	message := nla(uapi.NftaSetElemListElements, batch...)
-	for range maxElements / len(batch) {
+	for range usualLimits.elements / len(batch) {
 		if err := g.add(message); err != nil {
 			t.Fatal(err)
 		}

@@ -24,8 +24,9 @@ type answer struct {
 	any         bool // a message came
 	done        bool
 	interrupted bool
-	// err is the first error of each. The rest of a dump is read all the same:
-	// the kernel makes one dump at a time for a socket.
+	// err is the first error of each. The rest of a dump is read all the same,
+	// if another socket cannot be had: the kernel makes one dump at a time for a
+	// socket.
 	err error
 }
 

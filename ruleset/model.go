@@ -13,11 +13,19 @@ import (
 // Limits of what is kept of a ruleset, each far above what is met: 100 000
 // rules of iptables-nft take 33 MB.
 const (
-	maxRaw      = 128 << 20 // bytes of expressions
-	maxObjects  = 1 << 20   // tables, chains and sets
-	maxElements = 1 << 18   // of one set
-	maxSetBytes = 32 << 20  // keys and data of one set
+	maxRaw     = 128 << 20 // bytes of expressions
+	maxObjects = 1 << 20   // tables, chains and sets
 )
+
+// limits are how many elements are read of sets. Those of a set that has more are
+// not known, for a generation at least.
+type limits struct {
+	elements int // of one set
+	bytes    int // keys and data of one set
+	total    int // memory for all sets
+}
+
+var usualLimits = limits{elements: 1 << 18, bytes: 32 << 20, total: 128 << 20}
 
 // ErrTooLarge says that a ruleset is larger than what this package reads.
 var ErrTooLarge = errors.New("the ruleset is larger than is read (128 MiB of rules)")
@@ -103,6 +111,7 @@ type model struct {
 	tables  map[tableKey]*table
 	objects int
 	raw     int
+	held    int // memory for elements
 	// base has the base chains by hook, ordered by priority (baseChains).
 	base map[uint32][]*chain
 	// writers has those of the chains before, by hook, from which packets come to

@@ -32,8 +32,9 @@ var ErrStale = errors.New("the rules have changed since they were read")
 // generation has not moved, afterwards they make an outcome anything. Its
 // methods may be called from several goroutines, and wait for each other.
 type Ruleset struct {
-	gen  uint32
-	conn *Conn
+	gen    uint32
+	conn   *Conn
+	limits limits
 
 	mu    sync.Mutex
 	model *model
@@ -114,7 +115,7 @@ func (c *Conn) load(ctx context.Context) (*Ruleset, error) {
 	if before != after {
 		return nil, errAgain
 	}
-	r := &Ruleset{gen: after, conn: c, model: m}
+	r := &Ruleset{gen: after, conn: c, model: m, limits: usualLimits}
 	r.eval = eval{m: m, fetch: r.fetch}
 	return r, nil
 }
@@ -172,46 +173,57 @@ func (c *Conn) dump(ctx context.Context, req []byte, want uint16, add func(Famil
 	return err
 }
 
-// fetch gets the elements of a set, of the generation of everything else.
+// lookAgainFactor is how many times longer than it took to find that a set is too
+// large the next generations believe it.
+const lookAgainFactor = 20
+
+// fetch gets the elements of a set, of the generation of everything else: that was
+// in force as a whole when the rules were read, and is as long as it has not moved.
 func (r *Ruleset) fetch(t *table, s *set) (*elements, error) {
-	if s.elements != nil {
+	switch {
+	case s.elements != nil:
 		return s.elements, nil
-	}
-	if r.stale {
+	case s.tooLarge != nil:
+		return nil, s.tooLarge
+	case r.stale:
 		return nil, ErrStale
+	case uint64(s.count) > uint64(r.limits.elements):
+		s.tooLarge = errHuge
+		return nil, errHuge
 	}
-	g := gathering{table: t, set: s}
-	huge := false
+	start := time.Now()
+	g := gathering{table: t, set: s, limits: r.limits}
 	interrupted, err := r.conn.exchange(elementsRequest(t, s), func(typ uint16, _ Family, b []byte) error {
-		switch {
-		case typ != uapi.NftNewSetElem:
+		if typ != uapi.NftNewSetElem {
 			return errUnexpected(typ)
-		case huge:
-			return nil
 		}
-		err := g.add(b)
-		if errors.Is(err, errHuge) {
-			huge, err = true, nil
-			g.list = nil
-		}
-		return err
+		return g.add(b)
 	})
-	if err != nil && !gone(err) {
+	huge := errors.Is(err, errHuge)
+	if err != nil && !gone(err) && !huge {
 		return nil, err
 	}
 	gen, generr := r.conn.Generation()
 	if generr != nil {
 		return nil, generr
 	}
-	if err != nil || interrupted || gen != r.gen {
+	if err != nil && !huge || interrupted || gen != r.gen {
 		r.stale = true
 		return nil, ErrStale
 	}
-	if huge {
-		return nil, errHuge
+	if !huge {
+		x := g.finish()
+		if r.model.held+x.size() <= r.limits.total {
+			r.model.held += x.size()
+			s.elements = x
+			return x, nil
+		}
+		err = errMany
+	} else {
+		err = errHuge
 	}
-	s.elements = g.finish()
-	return s.elements, nil
+	s.tooLarge, s.lookAgain = err, time.Now().Add(lookAgainFactor*time.Since(start))
+	return nil, err
 }
 
 // Generation returns the generation that the rules are of.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 	"sort"
+	"time"
 
 	"github.com/flowsweep/flowsweep/internal/uapi"
 )
@@ -29,6 +30,11 @@ type set struct {
 	fields   []int // lengths of a concatenation's parts, padded to 4 in the key
 
 	elements *elements // nil until fetched
+	count    uint32    // of the elements, as newer kernels tell beforehand
+	// tooLarge tells why the elements are not read, and is asked about again by a
+	// generation that is loaded after lookAgain.
+	tooLarge  error
+	lookAgain time.Time
 }
 
 // elements are those of a set, ordered so that they can be found.
@@ -72,6 +78,8 @@ func (m *model) addSet(family Family, b []byte) error {
 			}
 		case uapi.NftaSetExpr, uapi.NftaSetExpressions:
 			s.flaky = true
+		case uapi.NftaSetCount:
+			s.count = a.u32()
 		}
 	}
 	if a.bad || s.name == "" || keyLen == 0 || keyLen > regBytes || dataLen > regBytes {
@@ -139,10 +147,11 @@ type element struct {
 
 // gathering collects the elements of a set, message by message.
 type gathering struct {
-	table *table
-	set   *set
-	list  []element
-	bytes int
+	table  *table
+	set    *set
+	limits limits
+	list   []element
+	bytes  int
 }
 
 // add takes in an answer to NFT_MSG_GETSETELEM.
@@ -154,7 +163,7 @@ func (g *gathering) add(b []byte) error {
 			return fmt.Errorf("element of set %s: %w", g.set.name, err)
 		}
 		g.bytes += len(e.key) + len(e.keyEnd) + len(e.data)
-		if len(g.list) >= maxElements || g.bytes > maxSetBytes {
+		if len(g.list) >= g.limits.elements || g.bytes > g.limits.bytes {
 			return errHuge
 		}
 		g.list = append(g.list, e)
@@ -259,6 +268,12 @@ func (x *elements) append(s *set, e *element) {
 		x.data = append(x.data, e.data...)
 	}
 	x.n++
+}
+
+// size is the memory that elements take.
+func (x *elements) size() int {
+	const pointer, verdict = 8, 16
+	return len(x.low) + len(x.high) + len(x.data) + len(x.unsafe) + len(x.to)*(pointer+verdict)
 }
 
 // intervals turns beginnings and ends into first and last keys. An interval ends
@@ -385,16 +400,26 @@ func overlap(first, last, low, high []byte) (may, must bool) {
 }
 
 // inherit takes over the elements of constant sets that an older model has
-// fetched.
+// fetched, and for a while which sets are too large.
 func (m *model) inherit(old *model) {
+	now := time.Now()
 	for k, t := range m.tables {
 		o := old.tables[k]
 		if o == nil || o.handle != t.handle || t.handle == 0 {
 			continue
 		}
 		for name, s := range t.sets {
-			if was := o.sets[name]; was != nil && s.constant && was.handle == s.handle && was.elements != nil {
-				s.elements = was.elements.in(t)
+			was := o.sets[name]
+			if was == nil || was.handle != s.handle {
+				continue
+			}
+			if s.constant && was.elements != nil {
+				if s.elements = was.elements.in(t); s.elements != nil {
+					m.held += s.elements.size()
+				}
+			}
+			if now.Before(was.lookAgain) && s.count == 0 {
+				s.tooLarge, s.lookAgain = was.tooLarge, was.lookAgain
 			}
 		}
 	}

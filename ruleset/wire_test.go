@@ -213,7 +213,7 @@ func TestGolden(t *testing.T) {
 	if d := cmp.Diff(wantSet, s, opts); d != "" {
 		t.Errorf("set (-want +got):\n%s", d)
 	}
-	g := gathering{table: tab, set: s}
+	g := gathering{table: tab, set: s, limits: usualLimits}
 	if err := g.add(unhex(t, elementsMessage)); err != nil {
 		t.Fatal(err)
 	}

@@ -107,6 +107,7 @@ const (
 	NftaSetHandle      = 16
 	NftaSetExpr        = 17
 	NftaSetExpressions = 18
+	NftaSetCount       = 20
 
 	NftSetAnonymous = 1 << 0
 	NftSetConstant  = 1 << 1

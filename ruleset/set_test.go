@@ -1,0 +1,126 @@
+//go:build linux
+
+package ruleset
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flowsweep/flowsweep/conntrack"
+)
+
+// A set that is too large is found to be so once, and not read to its end.
+func TestSetTooLarge(t *testing.T) {
+	s := newScene(t)
+	var elements strings.Builder
+	for i := range 5000 {
+		fmt.Fprintf(&elements, "10.64.%d.%d,", i>>8, i&0xff)
+	}
+	s.run(t, `table ip t {
+	set blocked { type ipv4_addr; elements = { `+elements.String()+` }
+	}
+	set few { type ipv4_addr; elements = { 10.1.0.3 }
+	}
+	chain p { type nat hook prerouting priority -100
+		udp dport 50 ip saddr @few dnat to 198.51.100.1
+		udp dport 53 ip saddr != @blocked dnat to 198.51.100.1
+	}
+}
+`, "nft", "-f", "-")
+	small := limits{elements: 1000, bytes: usualLimits.bytes, total: usualLimits.total}
+	load := func(l limits) *Ruleset {
+		rs, err := s.rules.Load(t.Context())
+		must(t, err)
+		rs.limits = l
+		return rs
+	}
+	set := func(rs *Ruleset, name string) *set { return rs.model.tables[tableKey{IPv4, "t"}].sets[name] }
+	packet := func(port uint16) Packet {
+		return Packet{conntrack.UDP, netip.MustParseAddr("10.1.0.2"), netip.MustParseAddr("203.0.113.1"), 40000, port}
+	}
+	inode := func() uint64 {
+		var st unix.Stat_t
+		must(t, unix.Fstat(s.rules.fd, &st))
+		return st.Ino
+	}
+	is := func(rs *Ruleset, why error, requests uint32) {
+		t.Helper()
+		before := s.rules.seq
+		for range 20 {
+			if o := rs.Outcome(packet(53), s.host); !o.Any || o.Why != why.Error() {
+				t.Fatal(o)
+			}
+		}
+		if n := s.rules.seq - before; n != requests {
+			t.Errorf("%d requests for 20 packets, want %d", n, requests)
+		}
+		if o := rs.Outcome(packet(50), s.host); o.String() != "untranslated" {
+			t.Errorf("a set that is not: %s", o)
+		}
+	}
+
+	rs := load(small)
+	if set(rs, "blocked").count != 0 { // this kernel tells how many there are
+		is(rs, errHuge, 0)
+	}
+	// Others tell when they are read: two requests, for them and for the generation.
+	for _, socket := range []string{"another", "the same"} {
+		rs = load(small)
+		set(rs, "blocked").count = 0
+		was, name := inode(), s.rules.namespace
+		if socket == "the same" {
+			s.rules.namespace = "/nonexistent" // no other is to be had
+		}
+		is(rs, errHuge, 2)
+		s.rules.namespace = name
+		if other := inode() != was; other != (socket == "another") {
+			t.Errorf("the dump was left on another socket: %t, want %s", other, socket)
+		}
+		if _, err := s.rules.Load(t.Context()); err != nil {
+			t.Errorf("after that, nothing can be read: %v", err)
+		}
+	}
+	// The next generation need not look at once.
+	next := load(small)
+	set(next, "blocked").count = 0
+	next.since(context.Background(), rs)
+	is(next, errHuge, 0)
+	set(rs, "blocked").lookAgain = set(rs, "blocked").lookAgain.AddDate(-1, 0, 0)
+	next = load(small)
+	set(next, "blocked").count = 0
+	next.model.inherit(rs.model)
+	is(next, errHuge, 2)
+	next = load(usualLimits)
+	next.model.inherit(rs.model)
+	if o := next.Outcome(packet(53), s.host); o.String() != "198.51.100.1:53" {
+		t.Errorf("with more room: %s", o)
+	}
+
+	// All sets together have a limit, too.
+	rs = load(limits{elements: usualLimits.elements, bytes: usualLimits.bytes, total: 1000})
+	is(rs, errMany, 2)
+	if held := rs.model.held; held == 0 || held > 1000 {
+		t.Errorf("%d bytes are held", held)
+	}
+}
+
+func TestOtherNamespace(t *testing.T) {
+	s, other := newScene(t), newScene(t)
+	if !sameNamespace(s.rules.fd, s.rules.fd) || sameNamespace(s.rules.fd, other.rules.fd) {
+		t.Error("sockets of two namespaces are taken for those of one")
+	}
+	s.rules.namespace = other.router.Path() // the name was given to another
+	gen, err := s.rules.Generation()
+	must(t, err)
+	if s.rules.renew() {
+		t.Error("the other namespace's rules would be read")
+	}
+	if again, err := s.rules.Generation(); again != gen || err != nil {
+		t.Errorf("generation %d, %d before, %v", again, gen, err)
+	}
+}
