@@ -1,6 +1,8 @@
 package ruleset
 
 import (
+	"bytes"
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"net/netip"
@@ -44,10 +46,12 @@ type writer struct {
 	regs  [regBytes]loaded
 }
 
-// loaded is what a register holds, and how its values are written.
+// loaded is what a register holds, and how what is compared with it is written:
+// any number of bytes, since a rule may compare more or fewer than were loaded.
 type loaded struct {
 	text  string
 	value func([]byte) string
+	to    string // the text where a packet is translated to it, if that is another
 }
 
 func (w *writer) say(format string, args ...any) {
@@ -56,7 +60,7 @@ func (w *writer) say(format string, args ...any) {
 
 func (w *writer) load(reg int, text string, value func([]byte) string) {
 	if reg >= 0 && reg < regBytes {
-		w.regs[reg] = loaded{text, value}
+		w.regs[reg] = loaded{text: text, value: value}
 	}
 }
 
@@ -64,7 +68,7 @@ func (w *writer) at(reg int) loaded {
 	if reg >= 0 && reg < regBytes && w.regs[reg].value != nil {
 		return w.regs[reg]
 	}
-	return loaded{"reg", hexValue}
+	return loaded{text: "reg", value: hexValue}
 }
 
 func hexValue(b []byte) string { return fmt.Sprintf("%#x", b) }
@@ -90,10 +94,15 @@ func portValue(b []byte) string {
 	return hexValue(b)
 }
 
-func protoValue(b []byte) string { return conntrack.ProtoName(b[0]) }
+func protoValue(b []byte) string {
+	if len(b) == 1 {
+		return conntrack.ProtoName(b[0])
+	}
+	return hexValue(b)
+}
 
 func nameValue(b []byte) string {
-	if b[len(b)-1] != 0 {
+	if len(b) == 0 || b[len(b)-1] != 0 {
 		return quote(string(b) + "*")
 	}
 	return quote(string(textOf(b)))
@@ -114,16 +123,19 @@ func markValue(b []byte) string {
 }
 
 func familyValue(b []byte) string {
-	if b[0] == uapi.NfprotoIPv6 {
+	switch {
+	case bytes.Equal(b, []byte{uapi.NfprotoIPv6}):
 		return "ipv6"
+	case bytes.Equal(b, []byte{uapi.NfprotoIPv4}):
+		return "ipv4"
 	}
-	return "ipv4"
+	return hexValue(b)
 }
 
 func typeValue(b []byte) string {
 	names := [...]string{"unspec", "unicast", "local", "broadcast", "anycast", "multicast", "blackhole", "unreachable", "prohibit", "throw"}
 	if len(b) == 4 {
-		if v := binary.NativeEndian.Uint32(b); int(v) < len(names) {
+		if v := binary.NativeEndian.Uint32(b); v < uint32(len(names)) {
 			return names[v]
 		}
 	}
@@ -196,11 +208,7 @@ func (w *writer) op(o op) {
 		}
 		w.load(o.dreg, text, typeValue)
 	case *immediateOp:
-		data := o.data
-		w.load(o.dreg, hexValue(data), nil)
-		if o.dreg >= 0 && o.dreg < regBytes {
-			w.regs[o.dreg] = loaded{value: func([]byte) string { return immediate(data) }}
-		}
+		w.regs[o.dreg] = loaded{value: hexValue, to: immediate(o.data)}
 	case *bitwiseOp:
 		l := w.at(o.sreg)
 		w.load(o.dreg, fmt.Sprintf("%s & %s", l.text, l.value(o.mask)), l.value)
@@ -292,7 +300,7 @@ func (w *writer) lookup(o *lookupOp) {
 	case o.dreg != regNone:
 		w.load(o.dreg, text+" map "+name, hexValue)
 		for off := o.dreg; off < o.dreg+o.set.dataLen; off += uapi.NftReg32Size {
-			w.regs[off] = loaded{value: func([]byte) string { return "(" + text + " map " + name + ")" }}
+			w.regs[off] = loaded{value: hexValue, to: "(" + text + " map " + name + ")"}
 		}
 	case o.invert:
 		w.say("%s != %s", text, name)
@@ -307,11 +315,12 @@ func (w *writer) translation(amin, amax, pmin, pmax int) string {
 		if low < 0 {
 			return ""
 		}
-		a, b := w.at(low).value(nil), w.at(high).value(nil)
-		if a != b {
-			return a + "-" + b
+		a, b := w.at(low), w.at(high)
+		from, to := cmp.Or(a.to, a.text), cmp.Or(b.to, b.text)
+		if from != to {
+			return from + "-" + to
 		}
-		return a
+		return from
 	}
 	addr, port := get(amin, amax), get(pmin, pmax)
 	if strings.Contains(addr, ":") && port != "" {

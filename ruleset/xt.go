@@ -91,9 +91,13 @@ func decodeMatch(t *table, b []byte) (op, bool) {
 	case "addrtype1":
 		o = decodeAddrtype(info)
 	case "iprange1":
-		o = decodeIprange(info, v4)
+		if t.family != INet { // where a packet's family tells how addresses are read
+			o = decodeIprange(info, v4)
+		}
 	case "conntrack1", "conntrack2", "conntrack3":
-		o = decodeConntrack(info, rev, v4)
+		if t.family != INet {
+			o = decodeConntrack(info, rev, v4)
+		}
 	case "state0":
 		if len(info) >= 4 {
 			o = &xtConntrack{asks: ctState, state: uint16(binary.NativeEndian.Uint32(info))}
@@ -135,6 +139,9 @@ func decodeTarget(t *table, b []byte) (op, bool) {
 	v4 := t.family == IPv4
 	if harmlessTargets[name] {
 		return nil, true
+	}
+	if t.family == INet && name != "REJECT" {
+		return &anyOp{"the target " + quote(name) + " is not understood in a table of both families"}, true
 	}
 	var r natRange
 	switch fmt.Sprint(name, rev) {
