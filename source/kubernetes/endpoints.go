@@ -18,16 +18,28 @@ import (
 type condition uint8
 
 const (
-	serving  condition = 1 << iota // may keep its flows
+	valid    condition = 1 << iota // may keep its flows: serving or ready
 	ready                          // is chosen for new flows
 	draining                       // serves while terminating: chosen where none is ready
 	local                          // runs on this node
+
+	usable = ready | draining | local // what a proxy goes by for new flows
+)
+
+// record says how kube-proxy takes what a slice says of an endpoint.
+type record uint8
+
+const (
+	passedOver  record = iota // not at all
+	terminating               // where no other says that it does not terminate
+	lasting
 )
 
 // endpoint is one address of an endpoint of a slice.
 type endpoint struct {
 	addr netip.Addr
 	is   condition
+	as   record
 }
 
 // Slice is what counts of an EndpointSlice from the point of view of a node. It
@@ -93,15 +105,21 @@ func (s *Slice) readEndpoint(o *discoveryv1.EndpointSlice, i int, node string) {
 		return
 	}
 	var is condition
+	as := lasting
 	serves := e.Conditions.Serving == nil || *e.Conditions.Serving
 	if serves {
-		is |= serving
+		is |= valid
 	}
 	if e.Conditions.Ready == nil || *e.Conditions.Ready {
-		is |= ready
+		// A Service that publishes its unready addresses has them ready and not
+		// serving, and new flows go there.
+		is |= valid | ready
 	}
-	if serves && e.Conditions.Terminating != nil && *e.Conditions.Terminating {
-		is |= draining
+	if e.Conditions.Terminating != nil && *e.Conditions.Terminating {
+		as = terminating
+		if serves {
+			is |= draining
+		}
 	}
 	if node != "" && e.NodeName != nil && *e.NodeName == node {
 		is |= local
@@ -116,9 +134,9 @@ func (s *Slice) readEndpoint(o *discoveryv1.EndpointSlice, i int, node string) {
 			continue
 		}
 		if j > 0 {
-			is &= serving
+			is, as = is&valid, passedOver
 		}
-		s.endpoints = append(s.endpoints, endpoint{a, is})
+		s.endpoints = append(s.endpoints, endpoint{a, is, as})
 	}
 }
 
@@ -166,13 +184,13 @@ func (s *backends) usable(localOnly bool) int {
 // target is an endpoint at the port that a Service port leads to.
 type target struct {
 	netip.AddrPort
-	is condition
+	endpoint
 }
 
-// backends collects the endpoints behind a Service port. One that several
-// slices name is one backend, for which holds what holds for any of them: it
-// may be moving between slices, or its address may be in use again while the
-// last Pod that had it is still terminating.
+// backends collects the endpoints behind a Service port. One that several slices
+// name is one backend. It may be moving between slices, or its address may be in
+// use again while the last Pod that had it is still terminating: it is valid if
+// any of them says so.
 func (b *builder) backends(eps []*Slice, name string, proto uint8, family conntrack.Family) backends {
 	b.targets = b.targets[:0]
 	for _, s := range eps {
@@ -185,7 +203,7 @@ func (b *builder) backends(eps []*Slice, name string, proto uint8, family conntr
 			}
 			b.targets = slices.Grow(b.targets, len(s.endpoints))
 			for _, e := range s.endpoints {
-				b.targets = append(b.targets, target{netip.AddrPortFrom(e.addr, p.port), e.is})
+				b.targets = append(b.targets, target{netip.AddrPortFrom(e.addr, p.port), e})
 			}
 		}
 	}
@@ -194,12 +212,13 @@ func (b *builder) backends(eps []*Slice, name string, proto uint8, family conntr
 	b.valid = slices.Grow(b.valid[:0], len(b.targets))
 	var readyAll, readyHere, drainingAll, drainingHere int
 	for i := 0; i < len(b.targets); {
-		t := b.targets[i]
-		for i++; i < len(b.targets) && b.targets[i].AddrPort == t.AddrPort; i++ {
-			t.is |= b.targets[i].is
+		t := b.targets[i].endpoint
+		at := b.targets[i].AddrPort
+		for i++; i < len(b.targets) && b.targets[i].AddrPort == at; i++ {
+			t.merge(b.targets[i].endpoint)
 		}
-		if t.is&serving != 0 {
-			b.valid = append(b.valid, t.AddrPort)
+		if t.is&valid != 0 {
+			b.valid = append(b.valid, at)
 		}
 		here := 0
 		if t.is&local != 0 {
@@ -219,4 +238,22 @@ func (b *builder) backends(eps []*Slice, name string, proto uint8, family conntr
 		cluster: cmp.Or(readyAll, drainingAll),
 		local:   cmp.Or(readyHere, drainingHere),
 	}
+}
+
+// merge adds what another slice says of the same endpoint. Of two records
+// kube-proxy takes the one that does not terminate (addEndpoints of
+// pkg/proxy/endpointslicecache.go); of two that do not, or of two that do,
+// whichever its map of slices gives last or first: only what both say is certain.
+func (e *endpoint) merge(o endpoint) {
+	is := (e.is | o.is) & valid
+	switch {
+	case e.as == o.as:
+		is |= e.is & o.is & usable
+	case e.as > o.as:
+		is |= e.is & usable
+	default:
+		is |= o.is & usable
+		e.as = o.as
+	}
+	e.is = is
 }

@@ -4,8 +4,8 @@
 //
 // The rules are those of kube-proxy 1.37 wherever they decide what is
 // translated here, and wider only where a flow could otherwise be called stale
-// that is right: every serving endpoint is a valid backend, whatever the
-// traffic policy, the topology hints or the node say.
+// that is right: every endpoint that is serving or ready is a valid backend,
+// whatever the traffic policy, the topology hints or the node say.
 //
 // What cannot be used (an address that does not parse, a port out of range)
 // contributes nothing, is reported as one [Error] and never stops the rest.

@@ -487,7 +487,14 @@ func TestConditions(t *testing.T) {
 		{"nothing set, here", []string{"on n1"}, "n1", []int{1}, 1, 1},
 		{"ready and serving are true where unset", []string{"ready", "serving"}, "n1", []int{1, 2}, 2, 0},
 		{"serving is true though ready is false", []string{"unready"}, "n1", []int{1}, 0, 0},
-		{"ready is true though serving is false", []string{"unserving"}, "n1", nil, 1, 0},
+		{"ready is true though serving is false", []string{"unserving"}, "n1", []int{1}, 1, 0},
+		{
+			"published though not ready, terminating or not",
+			[]string{"ready unserving on n1", "ready unserving terminating on n1"},
+			"n1",
+			[]int{1, 2},
+			2, 2,
+		},
 		{"not ready, not serving", []string{"unready unserving on n1"}, "n1", nil, 0, 0},
 		{
 			"terminating counts where none is ready",
@@ -563,6 +570,68 @@ func TestConditions(t *testing.T) {
 			}
 		})
 	}
+}
+
+// An endpoint that several records name is what kube-proxy takes it for, in
+// whatever order they come, and valid by any of them.
+func TestEndpointTwice(t *testing.T) {
+	tests := []struct {
+		name           string
+		records        []string
+		valid          bool
+		cluster, local int
+	}{
+		{"the same twice", []string{"on n1", "on n1"}, true, 1, 1},
+		{"in use again, and ready", []string{"unready serving terminating on n2", "ready on n1"}, true, 1, 1},
+		{"in use again, elsewhere", []string{"unready serving terminating on n1", "ready on n2"}, true, 1, 0},
+		{"in use again, and not ready", []string{"unready serving terminating on n1", "unready unserving on n1"}, true, 0, 0},
+		{"a dead one that terminates", []string{"unready unserving terminating on n1", "unready unserving on n1"}, false, 0, 0},
+		{"both terminate", []string{"unready serving terminating on n1", "unready serving terminating on n1"}, true, 1, 1},
+		{"both terminate, one serves", []string{"unready serving terminating on n1", "unready unserving terminating on n1"}, true, 0, 0},
+		{"published while it terminates", []string{"ready unserving terminating on n1", "unready unserving on n1"}, true, 0, 0},
+		{"one is ready", []string{"ready on n1", "unready unserving on n1"}, true, 0, 0},
+		{"both ready, one here", []string{"on n1", "on n2"}, true, 1, 0},
+		{
+			"three",
+			[]string{"unready serving terminating on n1", "ready on n1", "unready unserving terminating on n2"},
+			true, 1, 1,
+		},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			for range len(tt.records) {
+				tt.records = append(tt.records[1:], tt.records[0])
+				for _, apart := range []bool{true, false} {
+					all := v4()
+					var list []*discoveryv1.EndpointSlice
+					for _, words := range tt.records {
+						e := endpoint("198.51.100.1", words)
+						all.Endpoints = append(all.Endpoints, e)
+						list = append(list, v4(e))
+					}
+					if !apart {
+						list = []*discoveryv1.EndpointSlice{all}
+					}
+					svc := service(func(svc *corev1.Service) {
+						svc.Spec.ExternalIPs = []string{"203.0.113.81"}
+						svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
+					})
+					fs, _ := kubernetes.ServiceFrontends(svc, read("n1", list...))
+					if fs[0].Usable != tt.cluster || fs[1].Usable != tt.local || (fs[0].Valid.Len() == 1) != tt.valid {
+						t.Errorf("%q: %d usable, %d here, valid %v; want %d, %d, %t", tt.records,
+							fs[0].Usable, fs[1].Usable, fs[0].Valid, tt.cluster, tt.local, tt.valid)
+					}
+				}
+			}
+		})
+	}
+	t.Run("as a further address", func(t *testing.T) {
+		fs, _ := kubernetes.ServiceFrontends(service(), read("",
+			v4(discoveryv1.Endpoint{Addresses: []string{"198.51.100.2", "198.51.100.1"}}), v4(endpoint("198.51.100.1", ""))))
+		if fs[0].Usable != 2 || fs[0].Valid.Len() != 2 {
+			t.Errorf("%d usable of %v, want 2", fs[0].Usable, fs[0].Valid)
+		}
+	})
 }
 
 // TestShared holds the backends of a port's frontends to one array a family.
