@@ -96,6 +96,11 @@ func (l *listReader) item(n *yaml.Node, path string) {
 			if addr.IsValid() && conntrack.FamilyOf(addr) != family || slices.Contains(addrs[:i], addr) {
 				continue
 			}
+			// "*" was not written for a family of which there is nothing to send to:
+			// whoever translates that port there has nothing to do with the item.
+			if !addr.IsValid() && valid.Len() == 0 && len(backends) > 0 {
+				continue
+			}
 			for _, p := range ports {
 				unit = append(unit, frontend.Frontend{
 					Owner:  name,

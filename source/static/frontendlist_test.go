@@ -35,9 +35,22 @@ func TestFrontendList(t *testing.T) {
 		{"protocol by number", item("protocol: 17"), []string{`! in:8: items[0].protocol: must be a string, not 17 without quotes`}},
 
 		{
-			"all addresses: both families",
+			"all addresses: of the backends' family",
 			item(`addresses: ["*"]`),
-			[]string{"static a: static *ipv4:53/udp a [198.51.100.11:0] 1", "static a: static *ipv6:53/udp a [] 0"},
+			[]string{"static a: static *ipv4:53/udp a [198.51.100.11:0] 1"},
+		},
+		{
+			"all addresses: of both families that backends have",
+			item("addresses: [\"*\"]\n  backends: [198.51.100.11, \"2001:db8:2::11\"]"),
+			[]string{
+				"static a: static *ipv4:53/udp a [198.51.100.11:0] 1",
+				"static a: static *ipv6:53/udp a [[2001:db8:2::11]:0] 1",
+			},
+		},
+		{
+			"all addresses: of both families where there is no backend",
+			item("addresses: [\"*\"]\n  backends: []"),
+			[]string{"static a: static *ipv4:53/udp a [] 0", "static a: static *ipv6:53/udp a [] 0"},
 		},
 		{
 			"all addresses among others, an address twice",
@@ -45,7 +58,6 @@ func TestFrontendList(t *testing.T) {
 			[]string{
 				whole,
 				"static a: static *ipv4:53/udp a [198.51.100.11:0] 1",
-				"static a: static *ipv6:53/udp a [] 0",
 				"static a: static 2001:db8::1:53/udp a [] 0",
 			},
 		},

@@ -12,13 +12,15 @@
 //	items:
 //	- name: wireguard                  # unique in all inputs
 //	  protocol: UDP                    # UDP, TCP or SCTP
-//	  addresses: ["192.0.2.1"]         # or "*": every address of this host, of both families
+//	  addresses: ["192.0.2.1"]         # or "*": every address of this host
 //	  ports: "50000-50099"             # a port, "53,5353", ranges, or all of these
 //	  backends: ["198.51.100.142"]     # an address: the same port; "192.0.2.9:53"; "[2001:db8::1]:53"
 //
 // Only backends of an address's own family count for it, so that one list may
-// serve several items; an address without any has no backends. Ports of a range
-// that lead to a backend with a port all lead to that port.
+// serve several items; an address without any has no backends. "*" stands for the
+// addresses of the families that there are backends of, and of both where there
+// is none at all. Ports of a range that lead to a backend with a port all lead to
+// that port.
 package static
 
 import (

@@ -108,7 +108,7 @@ func TestScenarios(t *testing.T) {
 		"service-replaced-in-one-step.txtar":     {1, 1},
 		"serving-while-terminating.txtar":        {1},
 		"several-slices.txtar":                   {2},
-		"static-any-local-address.txtar":         {2},
+		"static-any-local-address.txtar":         {1},
 		"static-forward.txtar":                   {2},
 		"stream-before-the-service.txtar":        {0, 2},
 		"target-port-changed.txtar":              {1},
