@@ -222,12 +222,8 @@ func (a *Agent) setServiceRanges() {
 // changed notes what became suspect. Before the first pass, which is a full one,
 // there is nothing to note.
 func (a *Agent) changed(ch frontend.Change) {
-	for _, s := range ch.Suspects {
-		if s.Cause == frontend.CauseGone {
-			a.graves[s.Key] = a.now()
-		} else {
-			delete(a.graves, s.Key)
-		}
+	for _, k := range ch.Buried {
+		a.graves[k] = a.now()
 	}
 	if a.ready {
 		a.watches.note(ch, a.now())

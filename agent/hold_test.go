@@ -390,3 +390,40 @@ func TestSweepSurvivesRestart(t *testing.T) {
 		})
 	}
 }
+
+// A frontend goes whose place another one shares: what it allowed is remembered as
+// long as any other tombstone, through a restart too.
+func TestTombstoneUnderFrontend(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(true)
+		cfg := holding()
+		cfg.StateFile = filepath.Join(t.TempDir(), "state.json")
+		off := simFrontends(0, []byte{1})
+		off[0].Owner, off[0].Sweep = "shares", new(frontend.Off)
+		r, a, stop := live(t, w, cfg)
+		r.healthy()
+		r.sink.Set("shares", off)
+		time.Sleep(time.Minute)
+		r.sink.Set("shares", nil)
+		if got := a.table.Tombstones(); len(got) != 1 || got[0].Owner != "shares" || got[0].Sweep == nil {
+			t.Fatalf("tombstones %v", got)
+		}
+		time.Sleep(time.Minute)
+		r.sink.Set("shares", off)
+		time.Sleep(time.Minute)
+		stop()
+
+		r, a, stop = live(t, w, cfg) // it goes while the agent is away
+		r.healthy()
+		time.Sleep(time.Minute)
+		if got := a.table.Tombstones(); len(got) != 1 || got[0].Owner != "shares" || got[0].Sweep == nil {
+			t.Fatalf("after a restart: tombstones %v", got)
+		}
+		time.Sleep(graveTime + time.Minute)
+		if st := a.Status(); st.Tombstones != 0 || st.Frontends != simServices {
+			t.Errorf("%d tombstones, %d frontends", st.Tombstones, st.Frontends)
+		}
+		stop()
+		w.verify(t)
+	})
+}

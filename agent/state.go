@@ -127,9 +127,13 @@ func (a *Agent) bury() {
 			tombs = append(tombs, t)
 		}
 	}
-	var missing []frontend.Tombstone
+	var missing, shared []frontend.Tombstone
 	for _, e := range a.saved.known {
-		if t, ok := e.tombstone(); ok && !a.table.Has(t.Key) {
+		switch t, ok := e.tombstone(); {
+		case !ok:
+		case a.table.Has(t.Key):
+			shared = append(shared, t) // by another one, perhaps, that is left
+		default:
 			missing = append(missing, t)
 		}
 	}
@@ -139,12 +143,14 @@ func (a *Agent) bury() {
 		a.doubtUntil = a.now().Add(a.cfg.ShrinkHold)
 		a.setServiceRanges()
 	} else {
-		tombs = append(tombs, missing...)
+		tombs = append(append(tombs, missing...), shared...)
 	}
 	a.saved.known, a.saved.graves = nil, nil
 	if len(tombs) > 0 {
 		ch := a.table.Bury(tombs...)
-		a.log.Info("frontends that vanished before this start are swept", "count", len(ch.Suspects))
+		if n := len(ch.Suspects); n > 0 {
+			a.log.Info("frontends that vanished before this start are swept", "count", n)
+		}
 		a.changed(ch)
 	}
 }

@@ -47,6 +47,9 @@ type Change struct {
 	Hosts []netip.Addr
 	// Ranges are new service ranges: all flows to addresses in them are suspect.
 	Ranges []netip.Prefix
+	// Buried are the keys at which the update left a tombstone, for whoever is to
+	// forget it. What it makes suspect is said by the others.
+	Buried []Key
 }
 
 // Empty tells whether nothing became suspect.
@@ -61,6 +64,7 @@ func (c *Change) Add(o Change) {
 		}
 	}
 	c.Ranges = append(c.Ranges, o.Ranges...)
+	c.Buried = append(c.Buried, o.Buried...)
 }
 
 // ours tells whether one of the claims is not a foreign proxy's.

@@ -28,18 +28,6 @@ var kindNames = [...]string{"static", "cluster-ip", "external-ip", "load-balance
 // String returns the kind's word in reports.
 func (k Kind) String() string { return kindNames[k] }
 
-// reach orders kinds by where they are served: node ports on some of this host's
-// addresses, host ports on its own alone, the others wherever their address is.
-func (k Kind) reach() int {
-	switch k {
-	case NodePort:
-		return 0
-	case HostPort:
-		return 1
-	}
-	return 2
-}
-
 // ParseKind returns the kind that a word of String stands for.
 func ParseKind(word string) (Kind, bool) {
 	i := slices.Index(kindNames[:], word)

@@ -87,7 +87,11 @@ func (t *Table) survey(s *scene, f *conntrack.Flow) {
 	if t.anyLocal > 0 && s.local {
 		t.surveyAt(s, anyAddr(f.Family), f)
 	}
-	if s.first == nil && !s.gone && !s.foreign && t.foreign[dst] == 0 {
+	switch {
+	case s.first != nil:
+	case s.gone:
+		s.explain.tombstone(s.goneOwner, s.goneKind)
+	case !s.foreign && t.foreign[dst] == 0:
 		if r := t.serviceRange(dst); r != nil {
 			s.gone, s.goneOwner, s.goneKind = true, r.owner, ClusterIP
 			s.explain.orphan(r)
@@ -108,9 +112,13 @@ func (t *Table) surveyAt(s *scene, addr netip.Addr, f *conntrack.Flow) {
 }
 
 func (s *scene) add(e *entry) {
-	if len(e.claims) == 0 {
-		s.bury(e.tomb.Owner, e.tomb.Kind, e.tomb.Key.Addr.IsUnspecified(), e.tomb.Sweep)
-		return
+	for i := range e.tombs {
+		tomb := &e.tombs[i]
+		everyAddr := tomb.Key.Addr.IsUnspecified()
+		// That of a node port at one address says itself that it was served there.
+		if tomb.Kind == NodePort && !everyAddr || s.served(tomb.Kind, everyAddr) != unserved {
+			s.bury(tomb.Owner, tomb.Kind, tomb.Sweep)
+		}
 	}
 	for i := range e.claims {
 		fe := e.claims[i].Frontend
@@ -122,7 +130,7 @@ func (s *scene) add(e *entry) {
 			continue
 		case s.host.was && (everyAddr || fe.Kind == HostPort):
 			if !fe.Foreign {
-				s.bury(fe.Owner, fe.Kind, everyAddr, fe.Sweep)
+				s.bury(fe.Owner, fe.Kind, fe.Sweep)
 			}
 			continue
 		}
@@ -166,16 +174,14 @@ func (s *scene) served(k Kind, everyAddr bool) certainty {
 	return certain
 }
 
-func (s *scene) bury(owner string, k Kind, everyAddr bool, sweep *Sweep) {
-	if s.served(k, everyAddr) == unserved {
-		return
-	}
+// bury takes note of a tombstone. What it allows counts where nothing of ours is
+// met.
+func (s *scene) bury(owner string, k Kind, sweep *Sweep) {
 	if s.first == nil {
 		s.limit(sweep)
 	}
 	if !s.gone {
 		s.gone, s.goneOwner, s.goneKind = true, owner, k
-		s.explain.tombstone(owner, k)
 	}
 }
 

@@ -67,15 +67,58 @@ func (f *Frontend) Key() Key {
 	return k
 }
 
-// entry is all that is known of one Key. Without claims it is a tombstone.
+// entry is all that is known of one Key.
 //
 //	owners ──Set──▶ claims ──▶ entry ◀── Judge looks up by destination
-//	                             │
-//	                 last claim of ours gone ──▶ tombstone ──Forget──▶ nothing
+//	                  │          ▲
+//	         one of ours goes ──▶ tombstone ──Forget, or one like it comes──▶ nothing
+//
+// A tombstone lies under the claims that are left: it speaks where none of them is
+// met, be it that they go too or that they are not served where a flow was sent.
+// So what is known at last does not depend on the order in which claims come and
+// go. Tombstones of one kind and policy are one, since nothing tells them apart
+// but the name, so that an entry has a few at the most.
 type entry struct {
 	claims []claim
-	// tomb is the last claim of ours that went, valid while there is no claim.
-	tomb Tombstone
+	tombs  []Tombstone // by kind and policy
+}
+
+// like tells whether two tombstones of one key say the same but for the name.
+func (t *Tombstone) like(o *Tombstone, p Policy) bool {
+	return t.Kind == o.Kind && t.sweep(p) == o.sweep(p)
+}
+
+// tombstone is what a frontend of ours leaves when it goes.
+func (t *Table) tombstone(f *Frontend) Tombstone {
+	tomb := Tombstone{Key: f.Key(), Owner: f.Owner, Kind: f.Kind}
+	if f.Sweep != nil && *f.Sweep != t.policy.Of(f.Proto) {
+		tomb.Sweep = f.Sweep
+	}
+	return tomb
+}
+
+// lives tells whether a claim will leave a tombstone like this one.
+func (t *Table) lives(e *entry, tomb *Tombstone) bool {
+	return slices.ContainsFunc(e.claims, func(c claim) bool {
+		left := t.tombstone(c.Frontend)
+		return !c.Foreign && left.like(tomb, t.policy)
+	})
+}
+
+// bury adds a tombstone to an entry of its key, unless a claim stands for it.
+func (t *Table) bury(e *entry, tomb Tombstone) bool {
+	if t.lives(e, &tomb) {
+		return false
+	}
+	if i := slices.IndexFunc(e.tombs, func(o Tombstone) bool { return o.like(&tomb, t.policy) }); i >= 0 {
+		e.tombs[i].Owner = tomb.Owner
+		return true
+	}
+	e.tombs = append(e.tombs, tomb)
+	slices.SortFunc(e.tombs, func(a, b Tombstone) int {
+		return cmp.Or(cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.sweep(t.policy), b.sweep(t.policy)))
+	})
+	return true
 }
 
 type claim struct {
@@ -85,6 +128,9 @@ type claim struct {
 
 // Tombstone is a frontend that was ours and is gone. What was translated for it
 // is still ours to clean.
+//
+// That of a node port at one address is what SetHost leaves where node ports are
+// served no more.
 type Tombstone struct {
 	Key   Key
 	Owner string
@@ -236,11 +282,12 @@ func (t *Table) Len() (frontends, tombstones int) {
 
 // count adds n for what the entry of a key is.
 func (t *Table) count(k Key, n int) {
-	switch e := t.entries[k]; {
-	case e == nil:
-	case len(e.claims) == 0:
-		t.tombstones += n
-	case ours(e.claims):
+	e := t.entries[k]
+	if e == nil {
+		return
+	}
+	t.tombstones += n * len(e.tombs)
+	if ours(e.claims) {
 		t.frontends += n
 	}
 }
@@ -309,7 +356,6 @@ func sortedKeys[V any](m map[string]V) []string {
 func (t *Table) set(unit string, fs []Frontend) Change {
 	old := t.units[unit]
 	before := make(map[Key][]claim, len(old)+len(fs))
-	var ended []Tombstone // that end, and may have held back what others allow
 	for _, list := range [][]Frontend{old, fs} {
 		for i := range list {
 			k := list[i].Key()
@@ -317,9 +363,6 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 				before[k] = nil
 				if e := t.entries[k]; e != nil {
 					before[k] = slices.Clone(e.claims)
-					if len(e.claims) == 0 && e.tomb.sweep(t.policy) < All {
-						ended = append(ended, e.tomb)
-					}
 				}
 				t.count(k, -1)
 			}
@@ -345,30 +388,20 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 	for _, k := range sortedByKey(before) {
 		e := t.entries[k]
 		slices.SortStableFunc(e.claims, func(a, b claim) int { return cmp.Compare(a.Owner, b.Owner) })
-		policy := t.policy.Of(k.Proto)
-		ch.compare(k, policy, before[k], e.claims)
-		if len(e.claims) > 0 {
-			t.count(k, 1)
-			continue
-		}
+		ch.compare(k, t.policy.Of(k.Proto), before[k], e.claims)
+		e.tombs = slices.DeleteFunc(e.tombs, func(tomb Tombstone) bool { return t.lives(e, &tomb) })
+		buried := false
 		for _, c := range before[k] {
-			if !c.Foreign && (e.tomb == (Tombstone{}) || c.Kind.reach() > e.tomb.Kind.reach()) {
-				e.tomb = Tombstone{k, c.Owner, c.Kind, nil}
+			// One that was edited has not gone.
+			edited := func(x claim) bool { return x.unit == unit && x.Kind == c.Kind && !x.Foreign }
+			if c.unit == unit && !c.Foreign && !slices.ContainsFunc(e.claims, edited) && t.bury(e, t.tombstone(c.Frontend)) {
+				buried = true
 			}
 		}
-		if least := allows(before[k], policy); e.tomb != (Tombstone{}) && least != policy {
-			e.tomb.Sweep = &least
+		if buried {
+			ch.Buried = append(ch.Buried, k)
 		}
-		if e.tomb == (Tombstone{}) {
-			t.remove(k)
-		} else {
-			t.tombstones++
-		}
-	}
-	for _, tomb := range ended {
-		if e := t.entries[tomb.Key]; e != nil && !ours(e.claims) {
-			ch.Suspects = append(ch.Suspects, Suspect{Key: tomb.Key, Cause: CauseGone, Owner: tomb.Owner, Kind: tomb.Kind})
-		}
+		t.settle(k)
 	}
 	for i := range old {
 		// The last foreign claim exempted its whole address from the service ranges.
@@ -377,6 +410,15 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 		}
 	}
 	return ch
+}
+
+// settle counts the entry of a key again, or removes it if nothing is left of it.
+func (t *Table) settle(k Key) {
+	if e := t.entries[k]; len(e.claims)+len(e.tombs) == 0 {
+		t.remove(k)
+		return
+	}
+	t.count(k, 1)
 }
 
 func (t *Table) allow(proto uint8, s *Sweep) {
@@ -439,8 +481,7 @@ func compareKeys(a, b Key) int {
 		cmp.Compare(a.Ports.First, b.Ports.First), cmp.Compare(a.Ports.Last, b.Ports.Last))
 }
 
-// entry returns the entry of a key, a new one where there is none. A tombstone
-// ends with the claim that the caller adds.
+// entry returns the entry of a key, a new one where there is none.
 func (t *Table) entry(k Key) *entry {
 	e := t.entries[k]
 	if e == nil {
@@ -459,7 +500,6 @@ func (t *Table) entry(k Key) *entry {
 			t.dirty = true
 		}
 	}
-	e.tomb = Tombstone{}
 	return e
 }
 
@@ -482,7 +522,8 @@ func (t *Table) remove(k Key) {
 }
 
 // SetHost replaces what is known of this host's addresses. An address that it
-// had and lost keeps the frontends that it had as tombstones.
+// had and lost keeps the frontends that it had as tombstones, one that it has and
+// on which node ports were certainly served and are not any more the node ports.
 func (t *Table) SetHost(h Host) Change {
 	now := map[netip.Addr]hostAddr{}
 	for _, a := range h.Other {
@@ -502,14 +543,60 @@ func (t *Table) SetHost(h Host) Change {
 			now[a] = hostAddr{was: true, ports: old.ports}
 		}
 	}
+	var left []netip.Addr
 	for a, h := range now {
-		if old, ok := t.hosts[a]; !ok || old != h {
+		old, ok := t.hosts[a]
+		if !ok || old != h {
 			ch.Hosts = append(ch.Hosts, a)
+		}
+		if old.ports == certain && h.ports == unserved {
+			left = append(left, a)
 		}
 	}
 	slices.SortFunc(ch.Hosts, netip.Addr.Compare)
 	t.hosts = now
+	t.leave(left, &ch)
 	return ch
+}
+
+// leave buries the node ports of addresses on which they are not served any more.
+func (t *Table) leave(addrs []netip.Addr, ch *Change) {
+	if len(addrs) == 0 {
+		return
+	}
+	var tombs []Tombstone
+	for k, e := range t.entries {
+		if !k.Addr.IsUnspecified() {
+			continue
+		}
+		list := slices.Clone(e.tombs)
+		for _, c := range e.claims {
+			if !c.Foreign {
+				list = append(list, t.tombstone(c.Frontend))
+			}
+		}
+		for _, a := range addrs {
+			for _, tomb := range list {
+				if tomb.Kind == NodePort && a.Is4() == k.Addr.Is4() {
+					tomb.Key.Addr = a
+					tombs = append(tombs, tomb)
+				}
+			}
+		}
+	}
+	slices.SortFunc(tombs, compareTombs)
+	for _, tomb := range tombs {
+		t.count(tomb.Key, -1)
+		if t.bury(t.entry(tomb.Key), tomb) {
+			ch.Buried = append(ch.Buried, tomb.Key)
+		}
+		t.settle(tomb.Key)
+	}
+	ch.Buried = slices.Compact(ch.Buried)
+}
+
+func compareTombs(a, b Tombstone) int {
+	return cmp.Or(compareKeys(a.Key, b.Key), cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Owner, b.Owner))
 }
 
 func (h *Host) serves(a netip.Addr, listed bool) certainty {
@@ -565,31 +652,29 @@ func (t *Table) Frontends() []Tombstone {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
 	var list []Tombstone
-	for k, e := range t.entries {
-		if i := slices.IndexFunc(e.claims, func(c claim) bool { return !c.Foreign }); i >= 0 {
-			policy := t.policy.Of(k.Proto)
-			tomb := Tombstone{k, e.claims[i].Owner, e.claims[i].Kind, nil}
-			if least := allows(e.claims, policy); least != policy {
-				tomb.Sweep = &least
+	for _, e := range t.entries {
+		begin := len(list)
+		for _, c := range e.claims {
+			tomb := t.tombstone(c.Frontend)
+			if !c.Foreign && !slices.ContainsFunc(list[begin:], func(o Tombstone) bool { return o.like(&tomb, t.policy) }) {
+				list = append(list, tomb)
 			}
-			list = append(list, tomb)
 		}
 	}
-	slices.SortFunc(list, func(a, b Tombstone) int { return compareKeys(a.Key, b.Key) })
+	slices.SortFunc(list, compareTombs)
 	return list
 }
 
 // Tombstones returns the frontends that are gone and not forgotten, in order.
+// Others may live at the same place.
 func (t *Table) Tombstones() []Tombstone {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
 	var list []Tombstone
 	for _, e := range t.entries {
-		if len(e.claims) == 0 {
-			list = append(list, e.tomb)
-		}
+		list = append(list, e.tombs...)
 	}
-	slices.SortFunc(list, func(a, b Tombstone) int { return compareKeys(a.Key, b.Key) })
+	slices.SortStableFunc(list, compareTombs)
 	return list
 }
 
@@ -600,26 +685,38 @@ func (t *Table) Bury(list ...Tombstone) Change {
 	var ch Change
 	for _, tomb := range list {
 		f := Frontend{Proto: tomb.Key.Proto, Addr: tomb.Key.Addr, Ports: tomb.Key.Ports}
-		if !f.sound() || t.entries[tomb.Key] != nil {
+		if !f.sound() {
 			continue
 		}
-		t.entry(tomb.Key).tomb = tomb
-		t.tombstones++
+		e := t.entries[tomb.Key]
+		if e != nil && (t.lives(e, &tomb) ||
+			slices.ContainsFunc(e.claims, func(c claim) bool {
+				return !c.Foreign && c.Owner == tomb.Owner && c.Kind == tomb.Kind
+			}) ||
+			slices.ContainsFunc(e.tombs, func(o Tombstone) bool { return o.like(&tomb, t.policy) })) {
+			continue
+		}
+		t.count(tomb.Key, -1)
+		t.bury(t.entry(tomb.Key), tomb)
+		t.settle(tomb.Key)
 		t.allow(tomb.Key.Proto, tomb.Sweep)
 		ch.Suspects = append(ch.Suspects, Suspect{
 			Key: tomb.Key, Cause: CauseGone, Owner: tomb.Owner, Kind: tomb.Kind,
 		})
+		ch.Buried = append(ch.Buried, tomb.Key)
 	}
 	return ch
 }
 
-// Forget drops tombstones: nothing that was translated for them is left.
+// Forget drops the tombstones at some keys: nothing that was translated for them
+// is left.
 func (t *Table) Forget(keys ...Key) {
 	defer t.lock()()
 	for _, k := range keys {
-		if e := t.entries[k]; e != nil && len(e.claims) == 0 {
-			t.tombstones--
-			t.remove(k)
+		if e := t.entries[k]; e != nil {
+			t.count(k, -1)
+			e.tombs = nil
+			t.settle(k)
 		}
 	}
 }

@@ -356,7 +356,7 @@ func TestTombstones(t *testing.T) {
 // without an index: everything is looked through for every flow.
 type model struct {
 	units map[string][]Frontend
-	tombs map[Key][]Frontend // all that were there to the last
+	tombs []Frontend // all that went and were not forgotten
 	host  map[netip.Addr]hostAddr
 
 	policy   Sweep // of UDP
@@ -370,34 +370,54 @@ func (m *model) claims() (all []Frontend) {
 	return all
 }
 
-func (m *model) oursAt(k Key) (f Frontend, ours, claimed bool) {
-	for _, c := range m.claims() {
-		if c.Key() == k {
-			claimed = true
-			if !c.Foreign {
-				f, ours = c, true
-			}
-		}
-	}
-	return f, ours, claimed
+// lives tells whether a frontend of ours says at a key what f said there.
+func (m *model) lives(f *Frontend) bool {
+	return slices.ContainsFunc(m.claims(), func(c Frontend) bool {
+		return !c.Foreign && c.Key() == f.Key() && c.Kind == f.Kind && m.allowed(&c) == m.allowed(f)
+	})
 }
 
 func (m *model) set(unit string, fs []Frontend) {
-	was := m.claims()
+	was := m.units[unit]
 	m.units[unit] = fs
-	gone := map[Key][]Frontend{}
 	for _, f := range was {
-		k := f.Key()
-		if _, _, claimed := m.oursAt(k); !claimed && !f.Foreign {
-			gone[k] = append(gone[k], f)
+		edited := func(x Frontend) bool { return x.Key() == f.Key() && x.Kind == f.Kind && !x.Foreign }
+		if !f.Foreign && !slices.ContainsFunc(fs, edited) {
+			m.tombs = append(m.tombs, f)
 		}
 	}
-	for k, list := range gone {
-		m.tombs[k] = list
+	m.tombs = slices.DeleteFunc(m.tombs, func(f Frontend) bool { return m.lives(&f) })
+}
+
+// setHost leaves the node ports on addresses where they were served and are not.
+func (m *model) setHost(now map[netip.Addr]hostAddr) {
+	was := m.host
+	m.host = now
+	for a, h := range now {
+		if was[a].ports != certain || h.ports != unserved {
+			continue
+		}
+		for _, f := range slices.Concat(m.claims(), m.tombs) {
+			if f.Kind == NodePort && !f.Foreign && !f.Addr.IsValid() {
+				f.Addr = a
+				m.tombs = append(m.tombs, f)
+			}
+		}
 	}
-	for _, f := range fs {
-		delete(m.tombs, f.Key())
+}
+
+// tombstones counts what cannot be told apart once.
+func (m *model) tombstones() int {
+	type one struct {
+		Key
+		Kind
+		Sweep
 	}
+	all := map[one]bool{}
+	for _, f := range m.tombs {
+		all[one{f.Key(), f.Kind, m.allowed(&f)}] = true
+	}
+	return len(all)
 }
 
 func (m *model) matches(f *Frontend, fl *conntrack.Flow) (match, was bool, c certainty) {
@@ -477,13 +497,12 @@ func (m *model) rule(fl *conntrack.Flow) (verdict string, limits, tombLimits []S
 			certainSeen, usable = true, usable || f.Usable > 0
 		}
 	}
-	for _, list := range m.tombs {
-		matches := func(f Frontend) bool { match, _, _ := m.matches(&f, fl); return match }
-		if slices.ContainsFunc(list, matches) {
-			tomb = true
-			for _, f := range list {
-				tombLimits = append(tombLimits, m.allowed(&f))
-			}
+	for _, f := range m.tombs {
+		if f.Kind == NodePort && f.Addr.IsValid() {
+			f.Kind = Static // that of an address where it was served
+		}
+		if match, _, _ := m.matches(&f, fl); match {
+			tomb, tombLimits = true, append(tombLimits, m.allowed(&f))
 		}
 	}
 	if !ours && !tomb && !foreign && slices.ContainsFunc(m.services, func(p netip.Prefix) bool { return p.Contains(fl.Orig.Dst) }) {
@@ -605,7 +624,8 @@ func TestAgainstModel(t *testing.T) {
 		policy := DefaultPolicy
 		policy.UDP = genSweep(t)
 		tab := NewTable(Options{Policy: policy})
-		m := &model{units: map[string][]Frontend{}, tombs: map[Key][]Frontend{}, host: map[netip.Addr]hostAddr{}, policy: policy.UDP}
+		m := &model{units: map[string][]Frontend{}, host: map[netip.Addr]hostAddr{}, policy: policy.UDP}
+		graves := map[Key]bool{}
 		verdicts := make([]string, len(flows))
 		for i := range flows {
 			verdicts[i] = tab.Judge(&flows[i]).String()
@@ -615,7 +635,7 @@ func TestAgainstModel(t *testing.T) {
 			switch step := rapid.IntRange(0, 9).Draw(t, "step"); step {
 			case 0:
 				ch = tab.SetHost(genHost(t))
-				m.host = tab.hosts // the certainty of an address has a test of its own
+				m.setHost(tab.hosts) // the certainty of an address has a test of its own
 			case 1:
 				var keys []Key
 				for _, tomb := range tab.Tombstones() {
@@ -624,7 +644,7 @@ func TestAgainstModel(t *testing.T) {
 				if len(keys) > 0 {
 					k := rapid.SampledFrom(keys).Draw(t, "forgotten")
 					tab.Forget(k)
-					delete(m.tombs, k)
+					m.tombs = slices.DeleteFunc(m.tombs, func(f Frontend) bool { return f.Key() == k })
 					ch.Hosts = worldDsts // it may have held another tombstone back, which a full pass finds
 				}
 			case 2:
@@ -639,8 +659,21 @@ func TestAgainstModel(t *testing.T) {
 				ch = tab.Set(unit, fs)
 			}
 			frontends, tombstones := tab.Len()
-			if f, d := len(tab.Frontends()), len(tab.Tombstones()); frontends != f || tombstones != d {
-				t.Fatalf("Len says %d and %d, of %d frontends and %d tombstones", frontends, tombstones, f, d)
+			places := map[Key]bool{}
+			for _, f := range tab.Frontends() {
+				places[f.Key] = true
+			}
+			if f, d := len(places), len(tab.Tombstones()); frontends != f || tombstones != d || d != m.tombstones() {
+				t.Fatalf("Len says %d and %d, of %d frontends and %d tombstones; the model has %d",
+					frontends, tombstones, f, d, m.tombstones())
+			}
+			for _, k := range ch.Buried {
+				graves[k] = true
+			}
+			for _, tomb := range tab.Tombstones() {
+				if !graves[tomb.Key] {
+					t.Fatalf("nobody was told of the tombstone %v", tomb)
+				}
 			}
 			for i := range flows {
 				v, _ := tab.Explain(&flows[i])
@@ -657,6 +690,161 @@ func TestAgainstModel(t *testing.T) {
 			}
 		}
 	})
+}
+
+// What is known at last depends on what went and what is left, not on the order in
+// which it went, nor on names.
+func TestOrderDoesNotMatter(t *testing.T) {
+	flows := worldFlows()
+	rapid.Check(t, func(t *rapid.T) {
+		units := []string{"u", "v", "w"}
+		before, after := map[string][]Frontend{}, map[string][]Frontend{}
+		for _, u := range units {
+			before[u] = rapid.SliceOfN(rapid.Custom(genFrontend), 1, 2).Draw(t, u)
+			for i := range before[u] { // all at one place
+				if before[u][i].Ports = Port(1); before[u][i].Addr.IsValid() {
+					before[u][i].Addr = worldDsts[0]
+				}
+			}
+			if rapid.Bool().Draw(t, u+" stays") {
+				after[u] = before[u]
+			}
+		}
+		from, to := genHost(t), genHost(t)
+		// What comes is ours at once in any order, so that only what goes is permuted.
+		world := func(order []string, names []string) *Table {
+			tab := NewTable(Options{Policy: DefaultPolicy})
+			tab.SetHost(from)
+			as := map[string]string{}
+			for i, u := range units {
+				as[u] = names[i]
+				tab.Set(names[i], slices.Clone(before[u]))
+			}
+			for _, step := range order {
+				if step == "host" {
+					tab.SetHost(to)
+				} else if after[step] == nil {
+					tab.Set(as[step], nil)
+				}
+			}
+			return tab
+		}
+		steps := append([]string{"host"}, units...)
+		one := world(steps, units)
+		two := world(rapid.Permutation(steps).Draw(t, "order"), rapid.Permutation(units).Draw(t, "names"))
+		for i := range flows {
+			if v, w := one.Judge(&flows[i]), two.Judge(&flows[i]); v.String() != w.String() {
+				t.Fatalf("%s: %v in one order, %v in another", &flows[i], v, w)
+			}
+		}
+	})
+}
+
+// Node ports of an address on which they were served and are not any more.
+func TestNodePortsMoveAway(t *testing.T) {
+	one, two := ip("192.0.2.1"), ip("192.0.2.2")
+	first := Host{Listed: []netip.Addr{one, two}, NodePorts: []netip.Prefix{Primary}}
+	second := Host{Listed: []netip.Addr{two, one}, NodePorts: []netip.Prefix{Primary}}
+	tab := NewTable(Options{Policy: DefaultPolicy})
+	tab.SetHost(first)
+	gone := anywhere(30054, NodePort, backends(alive), 1)
+	gone.Sweep = new(Off)
+	tab.Set("a", []Frontend{anywhere(30053, NodePort, backends(alive), 1)})
+	tab.Set("gone", []Frontend{gone})
+	tab.Set("gone", nil)
+	judge := func(dst, src string) string {
+		f := udp(dst, src)
+		return tab.Judge(&f).String()
+	}
+	ch := tab.SetHost(second)
+	if !slices.Equal(ch.Hosts, []netip.Addr{one, two}) || len(ch.Buried) != 2 || ch.Buried[0].String() != "192.0.2.1:30053/UDP" {
+		t.Errorf("change %+v", ch)
+	}
+	tab.Set("new", []Frontend{anywhere(30055, NodePort, backends(alive), 1)})
+	for _, tc := range []struct{ dst, src, want string }{
+		{"192.0.2.1:30053", alive, "delete frontend-gone"},
+		{"192.0.2.1:30053", dead, "delete frontend-gone"},
+		{"192.0.2.1:30053", "192.0.2.1:30053", "ignore no-frontend"},
+		{"192.0.2.1:30054", alive, "keep policy"},
+		{"192.0.2.1:30055", dead, "ignore no-frontend"}, // never was served there
+		{"192.0.2.2:30053", alive, "keep serving"},
+		{"192.0.2.2:30053", dead, "delete backend-gone"},
+	} {
+		if v := judge(tc.dst, tc.src); v != tc.want {
+			t.Errorf("%s answered from %s: %s, want %s", tc.dst, tc.src, v, tc.want)
+		}
+	}
+
+	saved := tab.Tombstones()
+	again := NewTable(Options{Policy: DefaultPolicy})
+	again.SetHost(second)
+	again.Bury(saved...)
+	f := udp("192.0.2.1:30053", alive)
+	if v := again.Judge(&f).String(); v != "delete frontend-gone" {
+		t.Errorf("after a restart: %s", v)
+	}
+
+	tab.Set("a", nil)
+	if v := judge("192.0.2.1:30053", alive); v != "delete frontend-gone" {
+		t.Errorf("once it is gone everywhere: %s", v)
+	}
+	tab.SetHost(first)
+	tab.Set("a", []Frontend{anywhere(30053, NodePort, backends(alive), 1)})
+	if v := judge("192.0.2.1:30053", alive); v != "keep serving" {
+		t.Errorf("back again: %s", v)
+	}
+	for _, tomb := range tab.Tombstones() {
+		tab.Forget(tomb.Key)
+	}
+	if _, n := tab.Len(); n != 0 || len(tab.Tombstones()) != 0 {
+		t.Errorf("%d tombstones are left of %v", n, tab.Tombstones())
+	}
+	if v := judge("192.0.2.1:30053", alive); v != "keep serving" {
+		t.Errorf("what lives was forgotten with its tombstone: %s", v)
+	}
+}
+
+// However many have been at one place, a few tombstones tell of them.
+func TestTombstonesOfOnePlace(t *testing.T) {
+	tab := NewTable(Options{Policy: DefaultPolicy})
+	for i := range 100 {
+		f := at(vip, ExternalIP, backends(alive), 1)
+		f.Owner = fmt.Sprint("s", i)
+		if i%2 == 0 {
+			f.Sweep = new(Off)
+		}
+		tab.Set(f.Owner, []Frontend{f})
+		tab.Set(f.Owner, nil)
+	}
+	if got := tab.Tombstones(); len(got) != 2 || got[0].Owner != "s98" || got[1].Owner != "s99" {
+		t.Errorf("%v", got)
+	}
+	flow := udp(vip, alive)
+	if v := tab.Judge(&flow).String(); v != "keep policy" {
+		t.Error(v)
+	}
+}
+
+// What a frontend allowed before it was edited does not count.
+func TestEditedPolicyLeavesNothing(t *testing.T) {
+	tab := NewTable(Options{Policy: DefaultPolicy})
+	f := at(vip, ExternalIP, backends(alive), 1)
+	off := f
+	off.Sweep = new(Off)
+	tab.Set("a", []Frontend{off})
+	tab.Set("a", []Frontend{f})
+	if got := tab.Tombstones(); len(got) != 0 {
+		t.Errorf("edited: %v", got)
+	}
+	old := tab.tombstone(&off)
+	if ch := tab.Bury(old); !ch.Empty() || len(tab.Tombstones()) != 0 {
+		t.Errorf("edited while the agent was away: %+v, %v", ch, tab.Tombstones())
+	}
+	tab.Set("a", nil)
+	flow := udp(vip, alive)
+	if v := tab.Judge(&flow).String(); v != "delete frontend-gone" {
+		t.Error(v)
+	}
 }
 
 func TestPolicy(t *testing.T) {
