@@ -1,6 +1,7 @@
 package frontend
 
 import (
+	"fmt"
 	"net/netip"
 	"slices"
 
@@ -125,11 +126,119 @@ type Host struct {
 	Other []netip.Addr
 	// NodePorts are the proxy's node-port address ranges. Where any is given,
 	// node ports are served on the host's addresses inside the ranges of their
-	// family, and on all of them for a family that no range is given for.
-	// [Primary] stands for the first listed address of each family, and none of a
-	// family that has none.
+	// family, and on all of them for a family that no range is given for. Some of
+	// them may be words ([Primary], [Localhost], [Everywhere]).
 	NodePorts []netip.Prefix
 }
 
-// Primary is kube-proxy's node-port address range "primary".
-var Primary netip.Prefix
+// The words that kube-proxy 1.37 has for node-port address ranges
+// (expandNodePortAddressKeywords of cmd/kube-proxy/app). They are no prefixes.
+var (
+	// Primary is the first listed address of each family; of a family that has
+	// none it says nothing.
+	Primary netip.Prefix
+	// Localhost is loopback, of both families.
+	Localhost = netip.PrefixFrom(netip.IPv6Loopback(), -1)
+	// Everywhere is all addresses, of both families.
+	Everywhere = netip.PrefixFrom(netip.IPv6Unspecified(), -1)
+)
+
+var nodePortWords = []struct {
+	word string
+	is   netip.Prefix
+}{{"primary", Primary}, {"localhost", Localhost}, {"all", Everywhere}}
+
+// ParseNodePorts reads a node-port address range as kube-proxy does: a CIDR, whose
+// bits beyond its length do not matter, or a word.
+func ParseNodePorts(s string) (netip.Prefix, error) {
+	for _, w := range nodePortWords {
+		if s == w.word {
+			return w.is, nil
+		}
+	}
+	p, err := netip.ParsePrefix(s)
+	if err != nil || p.Addr().Is4In6() {
+		return p, fmt.Errorf("%q is neither a CIDR such as 192.0.2.0/24 nor primary, localhost or all", s)
+	}
+	return p.Masked(), nil
+}
+
+// NodePortsWord returns the word that a range is, "" for a CIDR.
+func NodePortsWord(p netip.Prefix) string {
+	for _, w := range nodePortWords {
+		if p == w.is {
+			return w.word
+		}
+	}
+	return ""
+}
+
+// ranges returns the node-port address ranges of a family. Where known is false
+// there may be one more: which address is the primary one nobody has said.
+func (h *Host) ranges(f conntrack.Family) (list []netip.Prefix, known bool) {
+	known = true
+	for _, p := range h.NodePorts {
+		var ps []netip.Prefix
+		switch p {
+		case Primary:
+			if len(h.Listed) == 0 {
+				known = false
+			} else if a := h.primary(f); a.IsValid() {
+				ps = []netip.Prefix{netip.PrefixFrom(a, a.BitLen())}
+			}
+		case Localhost:
+			ps = loopback[:]
+		case Everywhere:
+			ps = everywhere[:]
+		default:
+			ps = []netip.Prefix{p}
+		}
+		for _, p := range ps {
+			if conntrack.FamilyOf(p.Addr()) == f {
+				list = append(list, p)
+			}
+		}
+	}
+	return list, known
+}
+
+var (
+	loopback = [...]netip.Prefix{
+		netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128"),
+	}
+	everywhere = [...]netip.Prefix{
+		netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0),
+	}
+)
+
+// serves tells whether a proxy serves node ports on one of the host's addresses.
+func (h *Host) serves(a netip.Addr, listed bool) certainty {
+	if len(h.NodePorts) == 0 {
+		if listed {
+			return certain
+		}
+		return uncertain
+	}
+	list, known := h.ranges(conntrack.FamilyOf(a))
+	switch {
+	case slices.ContainsFunc(list, func(p netip.Prefix) bool { return p.Contains(a) }):
+		return certain
+	case !known:
+		return uncertain
+	case len(list) == 0:
+		return certain // NewNodePortAddresses of pkg/proxy/util: all of the family
+	}
+	return unserved
+}
+
+// primary returns the first listed address of a family, the zero Addr where
+// there is none.
+func (h *Host) primary(f conntrack.Family) netip.Addr {
+	i := slices.IndexFunc(h.Listed, func(a netip.Addr) bool {
+		return conntrack.FamilyOf(a.Unmap()) == f && !a.IsLoopback()
+	})
+	if i < 0 {
+		return netip.Addr{}
+	}
+	return h.Listed[i].Unmap()
+}

@@ -599,45 +599,6 @@ func compareTombs(a, b Tombstone) int {
 	return cmp.Or(compareKeys(a.Key, b.Key), cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Owner, b.Owner))
 }
 
-func (h *Host) serves(a netip.Addr, listed bool) certainty {
-	if len(h.NodePorts) == 0 {
-		if listed {
-			return certain
-		}
-		return uncertain
-	}
-	family := false
-	for _, p := range h.NodePorts {
-		if p == Primary {
-			if h.primary(conntrack.FamilyOf(a)) == a {
-				return certain
-			}
-			family = true
-			continue
-		}
-		if p.Contains(a) {
-			return certain
-		}
-		family = family || p.Addr().Is4() == a.Is4()
-	}
-	if family {
-		return unserved
-	}
-	return certain
-}
-
-// primary returns the first listed address of a family, the zero Addr where
-// there is none.
-func (h *Host) primary(f conntrack.Family) netip.Addr {
-	i := slices.IndexFunc(h.Listed, func(a netip.Addr) bool {
-		return conntrack.FamilyOf(a.Unmap()) == f && !a.IsLoopback()
-	})
-	if i < 0 {
-		return netip.Addr{}
-	}
-	return h.Listed[i].Unmap()
-}
-
 // Has tells whether a frontend of ours is reached at a key.
 func (t *Table) Has(k Key) bool {
 	t.mu.RLock()

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -144,7 +145,12 @@ func TestJudge(t *testing.T) {
 		{
 			name: "primary, none of the family", now: []Frontend{anywhere(30053, NodePort, one, 1)},
 			host: Host{Listed: []netip.Addr{ip("2001:db8::1")}, Other: []netip.Addr{ip("192.0.2.1")}, NodePorts: []netip.Prefix{Primary}},
-			flow: udp("192.0.2.1:30053", dead), want: "ignore no-frontend",
+			flow: udp("192.0.2.1:30053", dead), want: "delete backend-gone",
+		},
+		{
+			name: "primary, and no Node known", now: []Frontend{anywhere(30053, NodePort, one, 1)},
+			host: Host{Other: []netip.Addr{ip("192.0.2.1")}, NodePorts: []netip.Prefix{Primary}},
+			flow: udp("192.0.2.1:30053", "192.0.2.1:30053"), want: "keep uncertain-address",
 		},
 		{name: "node port", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.1:30053", dead), want: "delete backend-gone"},
 		{name: "node port elsewhere", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.2:30053", dead), want: "ignore no-frontend"},
@@ -240,6 +246,68 @@ func TestJudge(t *testing.T) {
 				t.Error("no explanation")
 			}
 		})
+	}
+}
+
+// Where kube-proxy serves node ports, by NewNodePortAddresses and
+// expandNodePortAddressKeywords; the module bench asks these themselves.
+func TestNodePortRanges(t *testing.T) {
+	listed := []string{"192.0.2.1", "192.0.2.2", "2001:db8::1"}
+	four, six := listed[:2], listed[2:]
+	for _, tc := range []struct {
+		ranges string
+		listed []string
+		want   string // of 192.0.2.1, 192.0.2.2, 192.0.2.9 and 2001:db8::1, 2001:db8::9
+	}{
+		{"", listed, "yes yes perhaps, yes perhaps"},
+		{"primary", listed, "yes no no, yes no"},
+		{"primary", four, "yes no no, yes yes"},
+		{"primary", six, "yes yes yes, yes no"},
+		{"primary", nil, "perhaps perhaps perhaps, perhaps perhaps"},
+		{"localhost", listed, "no no no, no no"},
+		{"all", listed, "yes yes yes, yes yes"},
+		{"primary localhost", listed, "yes no no, yes no"},
+		{"primary localhost", four, "yes no no, no no"},
+		{"localhost primary", nil, "perhaps perhaps perhaps, perhaps perhaps"},
+		{"localhost all", listed, "yes yes yes, yes yes"},
+		{"all primary", listed, "yes yes yes, yes yes"},
+		{"primary localhost all", nil, "yes yes yes, yes yes"},
+		{"192.0.2.8/29", listed, "no no yes, yes yes"},
+		{"192.0.2.9/29", listed, "no no yes, yes yes"},
+		{"192.0.2.8/29 primary", listed, "yes no yes, yes no"},
+		{"192.0.2.8/29 primary", four, "yes no yes, yes yes"},
+		{"192.0.2.8/29 primary", nil, "perhaps perhaps yes, perhaps perhaps"},
+		{"2001:db8::8/125", listed, "yes yes yes, no yes"},
+		{"2001:db8::8/125 localhost", listed, "no no no, no yes"},
+		{"127.0.0.0/8 ::1/128", listed, "no no no, no no"},
+		{"0.0.0.0/0", listed, "yes yes yes, yes yes"},
+		{"0.0.0.0/0 192.0.2.1/32 primary", listed, "yes yes yes, yes no"},
+	} {
+		t.Run(tc.ranges+" of "+fmt.Sprint(tc.listed), func(t *testing.T) {
+			var h Host
+			for _, a := range tc.listed {
+				h.Listed = append(h.Listed, ip(a))
+			}
+			for word := range strings.FieldsSeq(tc.ranges) {
+				p, err := ParseNodePorts(word)
+				if err != nil {
+					t.Fatal(err)
+				}
+				h.NodePorts = append(h.NodePorts, p)
+			}
+			var got []string
+			for _, a := range []string{"192.0.2.1", "192.0.2.2", "192.0.2.9", "2001:db8::1", "2001:db8::9"} {
+				got = append(got, []string{"no", "perhaps", "yes"}[h.serves(ip(a), slices.Contains(tc.listed, a))])
+			}
+			if s := strings.Join(got[:3], " ") + ", " + strings.Join(got[3:], " "); s != tc.want {
+				t.Errorf("%s, want %s", s, tc.want)
+			}
+		})
+	}
+	for _, s := range []string{"", "Primary", "local", "192.0.2.1", "192.0.2.0/33", "::ffff:192.0.2.0/120", "fe80::%eth0/64"} {
+		if p, err := ParseNodePorts(s); err == nil {
+			t.Errorf("%q is taken for %v %s", s, p, NodePortsWord(p))
+		}
 	}
 }
 

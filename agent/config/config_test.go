@@ -66,6 +66,13 @@ host:
 				NodePortAddresses: prefixes("0.0.0.0/0"),
 			}
 		}},
+		{
+			"node ports as kube-proxy takes them", `host: {nodePortAddresses: [all, "localhost", primary, 192.0.2.9/24, "2001:db8::9/32", 192.0.2.9/24]}
+`, func(c *Config) {
+				c.Host.NodePortAddresses = append([]netip.Prefix{frontend.Everywhere, frontend.Localhost, frontend.Primary},
+					prefixes("192.0.2.0/24", "2001:db8::/32", "192.0.2.0/24")...)
+			},
+		},
 		{"sweep", "sweep: {udp: unreplied, tcp: off, sctp: all}\n", func(c *Config) {
 			c.Sweep = frontend.Policy{UDP: frontend.Unreplied, TCP: frontend.Off, SCTP: frontend.All}
 		}},
@@ -479,8 +486,10 @@ func genConfig(t *rapid.T) *Config {
 			AuditFile: maybe.Draw(t, "auditFile"),
 		},
 	}
-	if flag.Draw(t, "primary") {
-		c.Host.NodePortAddresses = append(c.Host.NodePortAddresses, frontend.Primary)
+	for _, word := range []netip.Prefix{frontend.Primary, frontend.Localhost, frontend.Everywhere} {
+		if flag.Draw(t, "word") {
+			c.Host.NodePortAddresses = append(c.Host.NodePortAddresses, word)
+		}
 	}
 	if flag.Draw(t, "full passes") {
 		c.Settling.FullPass = duration(max(30*time.Second, c.Settling.Window+2*time.Second), 24*time.Hour).Draw(t, "fullPass")

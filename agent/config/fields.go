@@ -95,8 +95,9 @@ var fields = []field{
 		"Further addresses of this host.",
 		func(c *Config) *[]netip.Addr { return &c.Host.Addresses }),
 	many("host.nodePortAddresses", live, 0, nodePortRange,
-		"Ranges in which the proxy serves node ports, as kube-proxy's nodePortAddresses; primary is the "+
-			"Node's first address of each family. Without any, the proxy is taken to serve them on the addresses that the Node object lists, and perhaps on others.",
+		"Ranges in which the proxy serves node ports, as kube-proxy's nodePortAddresses: primary is the "+
+			"Node's first address of each family, localhost loopback, all every address. "+
+			"Without any, the proxy is taken to serve them on the addresses that the Node object lists, and perhaps on others.",
 		func(c *Config) *[]netip.Prefix { return &c.Host.NodePortAddresses }),
 
 	one("sweep.udp", restart, sweepWord,
@@ -197,7 +198,7 @@ func many[T comparable](path string, live bool, least int, k kind[T], doc string
 			return fmt.Errorf("is empty; give at least one of %s", k.allowed)
 		}
 		for i, v := range vs {
-			if slices.Contains(vs[:i], v) {
+			if !k.repeats && slices.Contains(vs[:i], v) {
 				return fmt.Errorf("%s is given twice", k.print(v))
 			}
 		}

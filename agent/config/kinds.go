@@ -1,6 +1,7 @@
 package config
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -23,6 +24,7 @@ type kind[T any] struct {
 	parse   func(n *yaml.Node) (T, error)
 	check   func(v T) error // for what is parsed, and what is set otherwise
 	print   func(v T) string
+	repeats bool // a list may have one twice
 }
 
 // errNotAllowed is what parse and check return where kind.allowed tells all.
@@ -262,27 +264,30 @@ var cidr = kind[netip.Prefix]{
 	print: func(p netip.Prefix) string { return strconv.Quote(p.String()) },
 }
 
-// nodePortRange is a cidr, or the word that kube-proxy has for frontend.Primary.
+// nodePortRange is what kube-proxy takes among its nodePortAddresses: a cidr,
+// whose bits beyond its length do not matter, or one of its words.
 var nodePortRange = kind[netip.Prefix]{
-	allowed: cidr.allowed + ", or primary",
+	allowed: cidr.allowed + ", primary, localhost or all",
 	parse: func(n *yaml.Node) (netip.Prefix, error) {
-		if scalar(n, "!!str") && n.Value == "primary" {
-			return frontend.Primary, nil
+		s, err := strictyaml.Text(n)
+		if err != nil {
+			return netip.Prefix{}, err
 		}
-		return cidr.parse(n)
+		if _, err := netip.ParseAddr(s); err == nil {
+			return cidr.parse(n)
+		}
+		return frontend.ParseNodePorts(s)
 	},
 	check: func(p netip.Prefix) error {
-		if p == frontend.Primary {
+		if frontend.NodePortsWord(p) != "" {
 			return nil
 		}
 		return cidr.check(p)
 	},
 	print: func(p netip.Prefix) string {
-		if p == frontend.Primary {
-			return "primary"
-		}
-		return cidr.print(p)
+		return cmp.Or(frontend.NodePortsWord(p), cidr.print(p))
 	},
+	repeats: true,
 }
 
 var address = kind[netip.Addr]{

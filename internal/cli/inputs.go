@@ -45,7 +45,7 @@ func (in *inputs) register(c *cobra.Command) {
 	f.StringVar(&in.node, "node", "", "`NAME` of the node whose point of view it is; its addresses come\nfrom the Node object; with --kubernetes by default NODE_NAME of the\nenvironment, or the host name")
 	f.StringArrayVar(&in.nodeAddress, "node-address", nil, "a further `IP` of this host; without a Node object, one that the proxy\ncertainly serves node ports on (repeatable)")
 	f.StringSliceVar(&in.nodePorts, "node-port-addresses", nil,
-		"`CIDR,...` in which the proxy serves node ports, as kube-proxy's nodePortAddresses;\n\"primary\" is the Node's first address of each family")
+		"`CIDR,...` in which the proxy serves node ports, as kube-proxy's nodePortAddresses:\n\"primary\" is the Node's first address of each family, \"localhost\" loopback, \"all\" every address")
 	f.StringVar(&in.sweep, "sweep", frontend.DefaultPolicy.String(),
 		"what may be deleted of each protocol: all, unreplied or off; a `POLICY`")
 	f.UintSliceVar(&in.zones, "zone", []uint{0}, "conntrack `ZONES` to judge")
@@ -88,15 +88,11 @@ func (in *inputs) options() (o frontend.Options, host frontend.Host, families []
 		host.Other = append(host.Other, a.Unmap())
 	}
 	for _, s := range in.nodePorts {
-		if s == "primary" {
-			host.NodePorts = append(host.NodePorts, frontend.Primary)
-			continue
+		p, err := frontend.ParseNodePorts(s)
+		if err != nil {
+			return o, host, nil, usagef("--node-port-addresses: %w", err)
 		}
-		p, err := netip.ParsePrefix(s)
-		if err != nil || p.Addr().Is4In6() {
-			return o, host, nil, usagef("--node-port-addresses: %q is neither a CIDR such as 192.0.2.0/24 nor primary", s)
-		}
-		host.NodePorts = append(host.NodePorts, p.Masked())
+		host.NodePorts = append(host.NodePorts, p)
 	}
 	switch strings.ToLower(in.family) {
 	case "":
