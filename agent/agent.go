@@ -202,6 +202,7 @@ func (a *Agent) setHost() {
 	for _, f := range a.feeds {
 		h.Listed = append(h.Listed, f.host.Listed...)
 		h.Other = append(h.Other, f.host.Other...)
+		h.Pods = append(h.Pods, f.host.Pods...)
 	}
 	a.changed(a.table.SetHost(h))
 }

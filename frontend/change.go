@@ -77,6 +77,11 @@ func usable(claims []claim) bool {
 	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign && c.Usable > 0 })
 }
 
+// usableInside tells that of what this host and its pods send.
+func usableInside(claims []claim) bool {
+	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign && c.Usable+c.Inside > 0 })
+}
+
 // allows returns what may be deleted of the flows to all of the claims, at least
 // one of which is ours, under a policy.
 func allows(claims []claim, policy Sweep) Sweep {
@@ -153,7 +158,7 @@ func (c *Change) compareClass(k Key, policy Sweep, before, after []claim) {
 		s.Cause = CauseBackendLost
 		c.Suspects = append(c.Suspects, s)
 	}
-	if !usable(before) && usable(after) {
+	if !usable(before) && usable(after) || !usableInside(before) && usableInside(after) {
 		s.Cause, s.Lost = CauseFirstBackend, nil
 		c.Suspects = append(c.Suspects, s)
 	}

@@ -106,7 +106,7 @@ func (x *explainer) say(format string, args ...any) {
 	x.steps = append(x.steps, fmt.Sprintf(format, args...))
 }
 
-func (x *explainer) claim(f *Frontend, c certainty) {
+func (x *explainer) claim(f *Frontend, c certainty, s *scene) {
 	if x == nil {
 		return
 	}
@@ -119,6 +119,13 @@ func (x *explainer) claim(f *Frontend, c certainty) {
 	}
 	x.say("it matches the %s %s of %s%s: valid backends %s, %d usable for new flows",
 		f.Kind, f.Key(), f.Owner, note, f.Valid, f.Usable)
+	if f.Inside > 0 {
+		who := "neither this host nor one of its pods"
+		if s.inside() {
+			who = "this host or one of its pods"
+		}
+		x.say("for what this host and its pods send, %d are usable; the source %s is %s", f.Inside, s.src, who)
+	}
 	if f.Sweep != nil {
 		x.say("that service has its own policy for the protocol: %q", *f.Sweep)
 	}

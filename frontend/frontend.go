@@ -66,6 +66,9 @@ type Frontend struct {
 	Valid Backends
 	// Usable is how many backends the proxy would choose from for a new flow.
 	Usable int
+	// Inside is that for what this host and its own pods send, where it is another
+	// number: a traffic policy of which they are exempt.
+	Inside int
 	// Sweep, if set, is what may be deleted of its stale flows, instead of what
 	// the policy says of its protocol. Where several frontends match a flow, the
 	// one that allows least counts.
@@ -124,6 +127,8 @@ type Host struct {
 	// Other are further addresses of this host (a bridge's, say), on which a
 	// proxy may or may not serve node ports. Loopback addresses count in neither.
 	Other []netip.Addr
+	// Pods are the ranges of the pods on this host.
+	Pods []netip.Prefix
 	// NodePorts are the proxy's node-port address ranges. Where any is given,
 	// node ports are served on the host's addresses inside the ranges of their
 	// family, and on all of them for a family that no range is given for. Some of

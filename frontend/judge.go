@@ -33,6 +33,8 @@ func (t *Table) judge(f *conntrack.Flow, ex *explainer) Verdict {
 		return Verdict{Reason: ExpectedFlow}
 	}
 	s := scene{
+		table: t,
+		src:   f.Orig.Src,
 		to:    netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort),
 		dport: f.Orig.DstPort,
 
@@ -56,6 +58,8 @@ func (t *Table) judge(f *conntrack.Flow, ex *explainer) Verdict {
 
 // scene collects what the table says of one flow's destination.
 type scene struct {
+	table *Table
+	src   netip.Addr     // who sends
 	to    netip.AddrPort // where the flow goes
 	dport uint16
 	host  hostAddr // of the destination
@@ -66,6 +70,7 @@ type scene struct {
 	backends  bool      // one of ours has a valid backend
 	usable    *Frontend // certainly has backends for new flows
 	uncertain *Frontend // may be served here
+	perhaps   bool      // and may have backends for new flows
 	certain   bool      // one of ours is certainly served here
 	foreign   bool      // another proxy's
 
@@ -134,7 +139,8 @@ func (s *scene) add(e *entry) {
 			}
 			continue
 		}
-		s.explain.claim(fe, served)
+		usable := fe.Usable > 0 || fe.Inside > 0 && s.inside()
+		s.explain.claim(fe, served, s)
 		if fe.Valid.Contains(s.to, s.dport) && (s.serving == nil || s.serving.Foreign) {
 			s.serving = fe
 		}
@@ -149,16 +155,34 @@ func (s *scene) add(e *entry) {
 		s.limit(fe.Sweep)
 		s.backends = s.backends || fe.Valid.Len() > 0
 		if served == uncertain {
-			if s.uncertain == nil || fe.Usable > 0 {
-				s.uncertain = fe
+			if s.uncertain == nil || usable {
+				s.uncertain, s.perhaps = fe, s.perhaps || usable
 			}
 			continue
 		}
 		s.certain = true
-		if fe.Usable > 0 && s.usable == nil {
+		if usable && s.usable == nil {
 			s.usable = fe
 		}
 	}
+}
+
+// inside tells whether the sender is this host or one of its pods: the proxy sends
+// their flows to any backend of the cluster, as if they had gone to a load balancer
+// outside and come back (serviceExternalChainName of kube-proxy).
+func (s *scene) inside() bool {
+	if s.src.IsLoopback() {
+		return true
+	}
+	if h, ok := s.table.hosts[s.src]; ok {
+		return !h.was
+	}
+	for _, p := range s.table.pods {
+		if p.Contains(s.src) {
+			return true
+		}
+	}
+	return false
 }
 
 // served tells whether a frontend of a kind can be met at the destination. Node
@@ -216,7 +240,7 @@ func (s *scene) verdict(translated bool) Verdict {
 		return say(Delete, NoBackends, s.first)
 	case s.usable != nil:
 		return say(Delete, Untranslated, s.usable)
-	case s.uncertain != nil && (!s.certain || s.uncertain.Usable > 0):
+	case s.uncertain != nil && (!s.certain || s.perhaps):
 		return say(Keep, UncertainAddr, s.uncertain)
 	default:
 		return say(Keep, AwaitingBackend, s.first)

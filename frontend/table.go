@@ -158,6 +158,7 @@ type Table struct {
 	// dirty: ranges came or went and their segments are to be made anew.
 	dirty bool
 	hosts map[netip.Addr]hostAddr
+	pods  []netip.Prefix
 	// anyLocal counts the entries that stand for every address of this host.
 	anyLocal int
 	// scope counts the entries by family and protocol.
@@ -167,6 +168,9 @@ type Table struct {
 	// most is the most that the policy or any frontend so far has allowed to be
 	// deleted, by protocol. It never shrinks.
 	most [256]Sweep
+	// inside are the keys at which a claim of ours has backends for what this host
+	// and its pods send and for nobody else, and how many.
+	inside map[Key]int
 	// services are the ranges of service addresses; foreign counts the claims of
 	// other proxies by address, which exempts an address from them.
 	services []serviceRange
@@ -256,6 +260,7 @@ func NewTable(o Options) *Table {
 		scope:   map[Scope]int{},
 		most:    [256]Sweep{conntrack.UDP: o.Policy.UDP, conntrack.TCP: o.Policy.TCP, conntrack.SCTP: o.Policy.SCTP},
 		foreign: map[netip.Addr]int{},
+		inside:  map[Key]int{},
 	}
 }
 
@@ -372,12 +377,14 @@ func (t *Table) set(unit string, fs []Frontend) Change {
 		e := t.entries[old[i].Key()]
 		e.claims = slices.DeleteFunc(e.claims, func(c claim) bool { return c.unit == unit })
 		t.countForeign(&old[i], -1)
+		t.countInside(&old[i], -1)
 	}
 	for i := range fs {
 		e := t.entry(fs[i].Key())
 		e.claims = append(e.claims, claim{unit, &fs[i]})
 		t.allow(fs[i].Proto, fs[i].Sweep)
 		t.countForeign(&fs[i], 1)
+		t.countInside(&fs[i], 1)
 	}
 	if fs == nil {
 		delete(t.units, unit)
@@ -433,6 +440,16 @@ func (t *Table) countForeign(f *Frontend, n int) {
 	}
 	if t.foreign[f.Addr] += n; t.foreign[f.Addr] == 0 {
 		delete(t.foreign, f.Addr)
+	}
+}
+
+func (t *Table) countInside(f *Frontend, n int) {
+	if f.Foreign || f.Inside == 0 || f.Usable > 0 {
+		return
+	}
+	k := f.Key()
+	if t.inside[k] += n; t.inside[k] == 0 {
+		delete(t.inside, k)
 	}
 }
 
@@ -544,19 +561,36 @@ func (t *Table) SetHost(h Host) Change {
 		}
 	}
 	var left []netip.Addr
+	insiders := slices.ContainsFunc(h.Pods, func(p netip.Prefix) bool { return !slices.Contains(t.pods, p) })
 	for a, h := range now {
 		old, ok := t.hosts[a]
 		if !ok || old != h {
 			ch.Hosts = append(ch.Hosts, a)
 		}
+		insiders = insiders || !h.was && (!ok || old.was)
 		if old.ports == certain && h.ports == unserved {
 			left = append(left, a)
 		}
 	}
 	slices.SortFunc(ch.Hosts, netip.Addr.Compare)
-	t.hosts = now
+	t.hosts, t.pods = now, slices.Clone(h.Pods)
 	t.leave(left, &ch)
+	if insiders {
+		t.suspectInside(&ch)
+	}
 	return ch
+}
+
+// suspectInside notes that more flows come from inside than before.
+func (t *Table) suspectInside(ch *Change) {
+	for _, k := range slices.SortedFunc(maps.Keys(t.inside), compareKeys) {
+		for _, c := range t.entries[k].claims {
+			if !c.Foreign && c.Inside > 0 && c.Usable == 0 {
+				ch.Suspects = append(ch.Suspects, Suspect{Key: k, Cause: CauseFirstBackend, Owner: c.Owner, Kind: c.Kind})
+				break
+			}
+		}
+	}
 }
 
 // leave buries the node ports of addresses on which they are not served any more.

@@ -60,6 +60,20 @@ func anywhere(port uint16, kind Kind, valid Backends, usable int) Frontend {
 	}
 }
 
+// forInside is a load balancer's address whose backends only this host and its pods
+// are sent to.
+func forInside(dst string) Frontend {
+	f := at(dst, LoadBalancerIP, backends(alive), 0)
+	f.Inside = 1
+	return f
+}
+
+// from is a flow of another sender.
+func from(src string, f conntrack.Flow) conntrack.Flow {
+	f.Orig.Src, f.Reply.Dst = ip(src), ip(src)
+	return f
+}
+
 const (
 	vip   = "203.0.113.10:53"
 	alive = "198.51.100.11:53"
@@ -222,6 +236,32 @@ func TestJudge(t *testing.T) {
 			name: "unanswered TCP", now: []Frontend{func() Frontend { f := at(vip, ClusterIP, one, 1); f.Proto = conntrack.TCP; return f }()},
 			flow: mod(udp(vip, dead), func(f *conntrack.Flow) { f.Proto = conntrack.TCP }), want: "delete backend-gone",
 		},
+		{
+			name: "for inside, from outside", now: []Frontend{forInside("203.0.113.10:53")}, host: listed,
+			flow: udp(vip, vip), want: "keep awaiting-backends",
+		},
+		{
+			name: "for inside, from this host", now: []Frontend{forInside("203.0.113.10:53")}, host: listed,
+			flow: from("192.0.2.1", udp(vip, vip)), want: "delete untranslated",
+		},
+		{
+			name: "for inside, from an unlisted address of this host", now: []Frontend{forInside("203.0.113.10:53")}, host: listed,
+			flow: from("192.0.2.9", udp(vip, vip)), want: "delete untranslated",
+		},
+		{
+			name: "for inside, from loopback", now: []Frontend{forInside("203.0.113.10:53")},
+			flow: from("127.0.0.1", udp(vip, vip)), want: "delete untranslated",
+		},
+		{
+			name: "for inside, from a pod", now: []Frontend{forInside("203.0.113.10:53")},
+			host: Host{Pods: []netip.Prefix{netip.MustParsePrefix("2001:db8::/64"), netip.MustParsePrefix("198.51.100.64/26")}},
+			flow: from("198.51.100.77", udp(vip, vip)), want: "delete untranslated",
+		},
+		{
+			name: "for inside, from another host's pod", now: []Frontend{forInside("203.0.113.10:53")},
+			host: Host{Pods: []netip.Prefix{netip.MustParsePrefix("198.51.100.64/26")}},
+			flow: from("198.51.100.17", udp(vip, vip)), want: "keep awaiting-backends",
+		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			tab := NewTable(Options{Policy: DefaultPolicy})
@@ -334,6 +374,8 @@ func TestHostAddressLost(t *testing.T) {
 func TestChange(t *testing.T) {
 	one, two, other := backends(alive), backends(alive, "198.51.100.12:53"), backends(dead)
 	fr := func(valid Backends, usable int) []Frontend { return []Frontend{at(vip, ClusterIP, valid, usable)} }
+	inside := fr(one, 0)
+	inside[0].Inside = 1
 	foreign := fr(one, 0)
 	foreign[0].Foreign = true
 	for _, tc := range []struct {
@@ -362,6 +404,9 @@ func TestChange(t *testing.T) {
 			[]Frontend{at(vip, ExternalIP, one, 1)},
 			[]string{"frontend-gone [198.51.100.11:53]", "frontend-new []"},
 		},
+		{"the first for what is sent from inside", fr(one, 0), inside, []string{"first-backend []"}},
+		{"not only from inside", inside, fr(one, 1), []string{"first-backend []"}},
+		{"only from inside", fr(one, 1), inside, nil},
 		{"to another proxy", fr(one, 1), foreign, nil},
 		{"from another proxy", foreign, fr(one, 1), []string{"frontend-new []"}},
 	} {
@@ -426,6 +471,7 @@ type model struct {
 	units map[string][]Frontend
 	tombs []Frontend // all that went and were not forgotten
 	host  map[netip.Addr]hostAddr
+	pods  []netip.Prefix
 
 	policy   Sweep // of UDP
 	services []netip.Prefix
@@ -486,6 +532,12 @@ func (m *model) tombstones() int {
 		all[one{f.Key(), f.Kind, m.allowed(&f)}] = true
 	}
 	return len(all)
+}
+
+func (m *model) inside(src netip.Addr) bool {
+	h, local := m.host[src]
+	return src.IsLoopback() || local && !h.was ||
+		!local && slices.ContainsFunc(m.pods, func(p netip.Prefix) bool { return p.Contains(src) })
 }
 
 func (m *model) matches(f *Frontend, fl *conntrack.Flow) (match, was bool, c certainty) {
@@ -559,10 +611,11 @@ func (m *model) rule(fl *conntrack.Flow) (verdict string, limits, tombLimits []S
 		}
 		ours, limits = true, append(limits, m.allowed(&f))
 		backends = backends || f.Valid.Len() > 0
+		has := f.Usable > 0 || f.Inside > 0 && m.inside(fl.Orig.Src)
 		if c == uncertain {
-			uncertainSeen, uncertainUsable = true, uncertainUsable || f.Usable > 0
+			uncertainSeen, uncertainUsable = true, uncertainUsable || has
 		} else {
-			certainSeen, usable = true, usable || f.Usable > 0
+			certainSeen, usable = true, usable || has
 		}
 	}
 	for _, f := range m.tombs {
@@ -600,7 +653,10 @@ func (m *model) rule(fl *conntrack.Flow) (verdict string, limits, tombLimits []S
 var (
 	worldHosts = []netip.Addr{ip("192.0.2.1"), ip("192.0.2.2")}
 	worldDsts  = append(worldHosts, ip("203.0.113.10"))
-	worldTo    = []netip.Addr{ip("198.51.100.1"), ip("198.51.100.2"), ip("192.0.2.1")}
+	// This host, if it is, or one of its pods, if they are known.
+	worldSenders = []netip.Addr{ip("192.0.2.2"), ip("198.51.100.77"), ip("127.0.0.1")}
+	worldPods    = []netip.Prefix{netip.MustParsePrefix("198.51.100.64/26")}
+	worldTo      = []netip.Addr{ip("198.51.100.1"), ip("198.51.100.2"), ip("192.0.2.1")}
 )
 
 func worldFlows() (flows []conntrack.Flow) {
@@ -615,6 +671,11 @@ func worldFlows() (flows []conntrack.Flow) {
 					flows = append(flows, f)
 				}
 			}
+			for _, src := range worldSenders { // untranslated flows, of which it matters who sends
+				f := udp(netip.AddrPortFrom(d, port).String(), netip.AddrPortFrom(d, port).String())
+				f.Orig.Src, f.Reply.Dst = src, src
+				flows = append(flows, f)
+			}
 		}
 	}
 	return flows
@@ -626,6 +687,9 @@ func genFrontend(t *rapid.T) Frontend {
 		Kind:    rapid.SampledFrom([]Kind{Static, ClusterIP, NodePort, HostPort}).Draw(t, "kind"),
 		Usable:  rapid.IntRange(0, 1).Draw(t, "usable"),
 		Foreign: rapid.IntRange(0, 4).Draw(t, "foreign") == 0,
+	}
+	if f.Kind == NodePort {
+		f.Inside = rapid.IntRange(0, 2).Draw(t, "inside")
 	}
 	first := rapid.Uint16Range(1, 4).Draw(t, "first")
 	f.Ports = Ports{first, rapid.Uint16Range(first, 4).Draw(t, "last")}
@@ -660,6 +724,9 @@ func genHost(t *rapid.T) (h Host) {
 	}
 	if rapid.IntRange(0, 3).Draw(t, "ranges") == 0 {
 		h.NodePorts = []netip.Prefix{netip.MustParsePrefix("192.0.2.2/32")}
+	}
+	if rapid.Bool().Draw(t, "pods") {
+		h.Pods = worldPods
 	}
 	return h
 }
@@ -704,6 +771,7 @@ func TestAgainstModel(t *testing.T) {
 			case 0:
 				ch = tab.SetHost(genHost(t))
 				m.setHost(tab.hosts) // the certainty of an address has a test of its own
+				m.pods = tab.pods
 			case 1:
 				var keys []Key
 				for _, tomb := range tab.Tombstones() {

@@ -48,4 +48,6 @@ type Host struct {
 	Listed []netip.Addr
 	// Other are further addresses of this host.
 	Other []netip.Addr
+	// Pods are the ranges of the pods on this host.
+	Pods []netip.Prefix
 }

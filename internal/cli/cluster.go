@@ -66,7 +66,7 @@ func (k *clusterFlags) read(cmd *cobra.Command, node string) (*static.State, []n
 	if err != nil {
 		return nil, nil, fmt.Errorf("reading the cluster: %w", err)
 	}
-	s := &static.State{Units: w.Units, NodeFound: true, NodeAddresses: w.NodeAddresses}
+	s := &static.State{Units: w.Units, NodeFound: true, NodeAddresses: w.NodeAddresses, PodRanges: w.PodRanges}
 	for _, err := range w.Problems {
 		var e *kubernetes.Error
 		if errors.As(err, &e) {

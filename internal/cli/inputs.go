@@ -227,7 +227,7 @@ func (in *inputs) loadState(cmd *cobra.Command) (*world, error) {
 		}
 		if before.NodeFound && !now.NodeFound {
 			// A Node object that is left out is no node without addresses.
-			now.NodeFound, now.NodeAddresses = true, before.NodeAddresses
+			now.NodeFound, now.NodeAddresses, now.PodRanges = true, before.NodeAddresses, before.PodRanges
 		}
 	}
 	w.change = w.table.SetHost(withNode(host, in, now))
@@ -301,7 +301,7 @@ func (in *inputs) read(cmd *cobra.Command, names []string) (*static.State, error
 // withNode adds what the state says of this host. Without a Node object the
 // addresses that the user gave are those that the proxy serves node ports on.
 func withNode(h frontend.Host, in *inputs, s *static.State) frontend.Host {
-	h.Listed = slices.Clone(s.NodeAddresses)
+	h.Listed, h.Pods = slices.Clone(s.NodeAddresses), s.PodRanges
 	if !s.NodeFound {
 		h.Listed = slices.Clone(h.Other[:len(in.nodeAddress)])
 	}

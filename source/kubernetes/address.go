@@ -27,6 +27,20 @@ func NodeAddresses(node *corev1.Node) []netip.Addr {
 	return addrs
 }
 
+// PodRanges returns the ranges that a Node's own pods have their addresses from.
+func PodRanges(node *corev1.Node) (list []netip.Prefix) {
+	texts := node.Spec.PodCIDRs
+	if len(texts) == 0 {
+		texts = []string{node.Spec.PodCIDR}
+	}
+	for _, s := range texts {
+		if p, err := netip.ParsePrefix(s); err == nil && !p.Addr().Is4In6() {
+			list = append(list, p.Masked())
+		}
+	}
+	return list
+}
+
 // parseAddr reads an address as kube-proxy does (ParseIPSloppy of
 // k8s.io/utils/net): leading zeros are decimal, an IPv4-mapped IPv6 address is
 // the IPv4 address, a zone is an error. Objects from before stricter validation

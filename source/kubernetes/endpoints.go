@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 
+	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 
 	"github.com/flowsweep/flowsweep/conntrack"
@@ -174,11 +175,16 @@ type backends struct {
 	cluster, local int
 }
 
-func (s *backends) usable(localOnly bool) int {
-	if localOnly {
-		return s.local
+// usable returns how many there are for new flows to a kind of frontend, and how
+// many for what this node and its pods send, where those are exempt from a policy.
+func (s *backends) usable(svc *corev1.Service, kind frontend.Kind) (usable, inside int) {
+	switch {
+	case !localOnly(svc, kind):
+		return s.cluster, 0
+	case kind == frontend.ClusterIP:
+		return s.local, 0
 	}
-	return s.cluster
+	return s.local, s.cluster
 }
 
 // target is an endpoint at the port that a Service port leads to.

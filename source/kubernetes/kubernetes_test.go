@@ -559,6 +559,13 @@ func TestConditions(t *testing.T) {
 						if policy == "Local" && internal == (f.Kind == frontend.ClusterIP) {
 							want = tt.local
 						}
+						inside := 0
+						if policy == "Local" && !internal && f.Kind != frontend.ClusterIP {
+							inside = tt.cluster
+						}
+						if f.Inside != inside {
+							t.Errorf("%s, policy %q, internal %t: %d for inside, want %d", f.Kind, policy, internal, f.Inside, inside)
+						}
 						if f.Usable != want {
 							t.Errorf("%s, policy %q, internal %t: %d usable, want %d", f.Kind, policy, internal, f.Usable, want)
 						}
@@ -756,6 +763,24 @@ func TestPodFrontends(t *testing.T) {
 				t.Errorf("frontends and problems (-want +got):\n%s", d)
 			}
 		})
+	}
+}
+
+func TestPodRanges(t *testing.T) {
+	for _, tt := range []struct {
+		one  string
+		all  []string
+		want string
+	}{
+		{"", nil, "[]"},
+		{"198.51.100.0/28", nil, "[198.51.100.0/28]"},
+		{"198.51.100.0/28", []string{"198.51.100.0/28", "2001:db8:2::/80"}, "[198.51.100.0/28 2001:db8:2::/80]"},
+		{"", []string{"198.51.100.9/28", "198.51.100.0", "x/8", "::ffff:192.0.2.0/120"}, "[198.51.100.0/28]"},
+	} {
+		n := corev1.Node{Spec: corev1.NodeSpec{PodCIDR: tt.one, PodCIDRs: tt.all}}
+		if got := fmt.Sprint(kubernetes.PodRanges(&n)); got != tt.want {
+			t.Errorf("%q and %q: %s, want %s", tt.one, tt.all, got, tt.want)
+		}
 	}
 }
 

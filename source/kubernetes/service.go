@@ -72,6 +72,7 @@ func (b *builder) service(svc *corev1.Service, eps []*Slice) []frontend.Frontend
 			if !built[k] {
 				sets[k], built[k] = b.backends(eps, p.Name, proto, d.family), true
 			}
+			usable, inside := sets[k].usable(svc, d.kind)
 			fs = append(fs, frontend.Frontend{
 				Owner:   owner,
 				Kind:    d.kind,
@@ -80,7 +81,8 @@ func (b *builder) service(svc *corev1.Service, eps []*Slice) []frontend.Frontend
 				Family:  d.family,
 				Ports:   frontend.Port(number),
 				Valid:   sets[k].valid,
-				Usable:  sets[k].usable(localOnly(svc, d.kind)),
+				Usable:  usable,
+				Inside:  inside,
 				Sweep:   own[proto],
 				Foreign: foreign,
 			})
@@ -136,7 +138,8 @@ func (b *builder) servicePort(svc *corev1.Service, i int) (proto uint8, serviceP
 	return proto, servicePort, nodePort
 }
 
-// localOnly tells whether new flows to a kind of frontend stay on this node.
+// localOnly tells whether new flows to a kind of frontend stay on this node. From
+// the policy for flows from outside, what the node and its pods send is exempt.
 func localOnly(svc *corev1.Service, kind frontend.Kind) bool {
 	if kind == frontend.ClusterIP {
 		p := svc.Spec.InternalTrafficPolicy

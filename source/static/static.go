@@ -62,6 +62,8 @@ type State struct {
 	// NodeAddresses are the addresses that it lists, without loopback.
 	NodeFound     bool
 	NodeAddresses []netip.Addr
+	// PodRanges are the ranges of its pods.
+	PodRanges []netip.Prefix
 
 	// Ignored is the number of objects of kinds that say nothing of frontends.
 	Ignored int
@@ -209,7 +211,7 @@ func (r *reader) build(node string) {
 	for _, n := range r.kubernetes.Nodes {
 		if n.Name == node {
 			s.NodeFound = true
-			s.NodeAddresses = kubernetes.NodeAddresses(n)
+			s.NodeAddresses, s.PodRanges = kubernetes.NodeAddresses(n), kubernetes.PodRanges(n)
 		}
 	}
 	if n := len(r.kubernetes.Nodes); n > 0 && !s.NodeFound {

@@ -376,7 +376,7 @@ func (p *poller) judge() {
 	}
 	// First the addresses: what is judged by the new frontends needs them.
 	if p.hasHost = p.hasHost || state.NodeFound; p.hasHost {
-		p.sink.Host(source.Host{Listed: state.NodeAddresses})
+		p.sink.Host(source.Host{Listed: state.NodeAddresses, Pods: state.PodRanges})
 	}
 	p.sink.Replace(state.Units)
 	p.applied, p.partial = p.seen, nil

@@ -252,6 +252,7 @@ func (h *heard) Stop() {
 type World struct {
 	Units         map[string][]frontend.Frontend
 	NodeAddresses []netip.Addr
+	PodRanges     []netip.Prefix
 	ServiceRanges []netip.Prefix
 	// Problems are the parts of objects that do not count, each a
 	// *kubernetes.Error.
@@ -296,7 +297,7 @@ type reading struct{ w *World }
 func (r reading) Replace(units map[string][]frontend.Frontend) { r.w.Units = units }
 
 // Host implements source.Sink.
-func (r reading) Host(h source.Host) { r.w.NodeAddresses = h.Listed }
+func (r reading) Host(h source.Host) { r.w.NodeAddresses, r.w.PodRanges = h.Listed, h.Pods }
 
 // ServiceRanges implements source.Sink.
 func (r reading) ServiceRanges(ranges []netip.Prefix) { r.w.ServiceRanges = ranges }

@@ -292,7 +292,9 @@ func (s *state) missingNode() error {
 	return fmt.Errorf("there is no Node named %q; give the name of this host's Node with --node or in NODE_NAME", s.cfg.Node)
 }
 
-func (s *state) sendHost() { s.sink.Host(source.Host{Listed: kubernetes.NodeAddresses(s.node)}) }
+func (s *state) sendHost() {
+	s.sink.Host(source.Host{Listed: kubernetes.NodeAddresses(s.node), Pods: kubernetes.PodRanges(s.node)})
+}
 
 func (s *state) sendRanges() {
 	if !s.complete || !s.whole() {

@@ -167,7 +167,8 @@ func (h *history) check() error {
 	if d := gocmp.Diff(show(units), show(h.sink.units)); d != "" {
 		return fmt.Errorf("units (-want +got):\n%s", d)
 	}
-	if got, want := h.sink.host.Listed, kubernetes.NodeAddresses(h.seenNode); !slices.Equal(got, want) || h.sink.host.Other != nil {
+	if got, want := h.sink.host.Listed, kubernetes.NodeAddresses(h.seenNode); !slices.Equal(got, want) || h.sink.host.Other != nil ||
+		!slices.Equal(h.sink.host.Pods, kubernetes.PodRanges(h.seenNode)) {
 		return fmt.Errorf("host %v, want %v", h.sink.host, want)
 	}
 	if want := h.now.ranges(); !slices.Equal(h.sink.ranges, want) {

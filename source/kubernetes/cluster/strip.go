@@ -26,6 +26,7 @@ func strip(obj runtime.Object, node string) runtime.Object {
 	case *corev1.Node:
 		return &corev1.Node{
 			ObjectMeta: metav1.ObjectMeta{Name: o.Name},
+			Spec:       corev1.NodeSpec{PodCIDR: o.Spec.PodCIDR, PodCIDRs: o.Spec.PodCIDRs},
 			Status:     corev1.NodeStatus{Addresses: o.Status.Addresses},
 		}
 	case *networkingv1.ServiceCIDR:

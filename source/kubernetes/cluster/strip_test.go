@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"slices"
 	"testing"
 
 	gocmp "github.com/google/go-cmp/cmp"
@@ -44,7 +45,8 @@ func TestStripKeepsWhatCounts(t *testing.T) {
 			}
 		}
 		for n, o := range whole.nodes {
-			if d := gocmp.Diff(addrTexts(o), addrTexts(short.nodes[n])); d != "" {
+			if d := gocmp.Diff(addrTexts(o), addrTexts(short.nodes[n])); d != "" || len(kubernetes.PodRanges(o)) == 0 ||
+				!slices.Equal(kubernetes.PodRanges(o), kubernetes.PodRanges(short.nodes[n])) {
 				t.Fatalf("node addresses (-whole +stripped):\n%s", d)
 			}
 		}
@@ -159,7 +161,10 @@ func TestStrip(t *testing.T) {
 				ObjectMeta: meta(), Spec: corev1.NodeSpec{PodCIDR: "198.51.100.0/24"},
 				Status: corev1.NodeStatus{Addresses: node("192.0.2.1").Status.Addresses, Images: []corev1.ContainerImage{{}}},
 			},
-			&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "o"}, Status: node("192.0.2.1").Status},
+			&corev1.Node{
+				ObjectMeta: metav1.ObjectMeta{Name: "o"}, Spec: corev1.NodeSpec{PodCIDR: "198.51.100.0/24"},
+				Status: node("192.0.2.1").Status,
+			},
 		},
 		"ServiceCIDR": {
 			&networkingv1.ServiceCIDR{ObjectMeta: meta(), Spec: cidr("203.0.113.0/24").Spec},
