@@ -72,14 +72,17 @@ func ours(claims []claim) bool {
 	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign })
 }
 
-// usable tells whether a claim has a backend for new flows.
+// usable tells whether a claim that is not perhaps switched off has a backend for
+// new flows.
 func usable(claims []claim) bool {
-	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign && c.Usable > 0 })
+	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign && c.Kind != ExternalIP && c.Usable > 0 })
 }
 
 // usableInside tells that of what this host and its pods send.
 func usableInside(claims []claim) bool {
-	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign && c.Usable+c.Inside > 0 })
+	return slices.ContainsFunc(claims, func(c claim) bool {
+		return !c.Foreign && c.Kind != ExternalIP && c.Usable+c.Inside > 0
+	})
 }
 
 // allows returns what may be deleted of the flows to all of the claims, at least

@@ -55,7 +55,7 @@ func (t *Table) Explain(f *conntrack.Flow) (Verdict, []string) {
 	case AwaitingBackend:
 		say("no backend is usable here: deleting the flow would only make it come back")
 	case UncertainAddr:
-		say("the proxy may or may not serve node ports on this address: an untranslated flow may be right")
+		say("%s: the flow may be right", v.Why)
 	case FrontendGone:
 		say("it is still translated for a frontend that is gone")
 	case ByPolicy:

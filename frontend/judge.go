@@ -50,11 +50,19 @@ func (t *Table) judge(f *conntrack.Flow, ex *explainer) Verdict {
 	switch {
 	case policy == Off && s.sweep == Off:
 		return Verdict{Reason: NotSwept}
-	case v.Action == Delete && (s.sweep == Off || s.sweep == Unreplied && f.Replied()):
-		v.Action, v.Reason = Keep, ByPolicy
+	case s.sweep == Off || s.sweep == Unreplied && f.Replied():
+		if v.Else = NotSwept; v.Action == Delete {
+			v.Action, v.Reason = Keep, ByPolicy
+		}
 	}
 	return v
 }
+
+// What is not known of an address, as Verdict.Why.
+const (
+	whyNodePort = "the proxy may or may not serve node ports on this address"
+	whyExternal = "the proxy may have been told to serve no external addresses (AllowServiceExternalIPs)"
+)
 
 // scene collects what the table says of one flow's destination.
 type scene struct {
@@ -154,7 +162,7 @@ func (s *scene) add(e *entry) {
 		}
 		s.limit(fe.Sweep)
 		s.backends = s.backends || fe.Valid.Len() > 0
-		if served == uncertain {
+		if served == uncertain && (usable || fe.Kind != ExternalIP) {
 			if s.uncertain == nil || usable {
 				s.uncertain, s.perhaps = fe, s.perhaps || usable
 			}
@@ -187,9 +195,12 @@ func (s *scene) inside() bool {
 
 // served tells whether a frontend of a kind can be met at the destination. Node
 // ports, host ports and what stands for every address are met only on this
-// host's own.
+// host's own. External addresses a proxy may have been told not to serve
+// (AllowServiceExternalIPs of kube-proxy 1.37).
 func (s *scene) served(k Kind, everyAddr bool) certainty {
 	switch {
+	case k == ExternalIP:
+		return uncertain
 	case k == NodePort:
 		return s.host.ports // unserved where the destination is not this host's
 	case (everyAddr || k == HostPort) && !s.local:
@@ -241,7 +252,14 @@ func (s *scene) verdict(translated bool) Verdict {
 	case s.usable != nil:
 		return say(Delete, Untranslated, s.usable)
 	case s.uncertain != nil && (!s.certain || s.perhaps):
-		return say(Keep, UncertainAddr, s.uncertain)
+		v := say(Keep, UncertainAddr, s.uncertain)
+		if v.Why = whyNodePort; s.uncertain.Kind == ExternalIP {
+			v.Why = whyExternal
+		}
+		if s.perhaps {
+			v.Else = Untranslated
+		}
+		return v
 	default:
 		return say(Keep, AwaitingBackend, s.first)
 	}

@@ -444,7 +444,7 @@ func (t *Table) countForeign(f *Frontend, n int) {
 }
 
 func (t *Table) countInside(f *Frontend, n int) {
-	if f.Foreign || f.Inside == 0 || f.Usable > 0 {
+	if f.Foreign || f.Inside == 0 || f.Usable > 0 || f.Kind == ExternalIP {
 		return
 	}
 	k := f.Key()
@@ -585,7 +585,7 @@ func (t *Table) SetHost(h Host) Change {
 func (t *Table) suspectInside(ch *Change) {
 	for _, k := range slices.SortedFunc(maps.Keys(t.inside), compareKeys) {
 		for _, c := range t.entries[k].claims {
-			if !c.Foreign && c.Inside > 0 && c.Usable == 0 {
+			if !c.Foreign && c.Inside > 0 && c.Usable == 0 && c.Kind != ExternalIP {
 				ch.Suspects = append(ch.Suspects, Suspect{Key: k, Cause: CauseFirstBackend, Owner: c.Owner, Kind: c.Kind})
 				break
 			}

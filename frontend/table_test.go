@@ -195,7 +195,19 @@ func TestJudge(t *testing.T) {
 		},
 		{name: "node port that is gone", was: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.9:30053", alive), want: "delete frontend-gone"},
 		{name: "two owners, second serves", now: []Frontend{at(vip, ExternalIP, one, 1), at(vip, ExternalIP, backends(dead), 1)}, flow: udp(vip, dead), want: "keep serving"},
-		{name: "two owners, one usable", now: []Frontend{at(vip, ExternalIP, Backends{}, 0), at(vip, ExternalIP, one, 1)}, flow: udp(vip, vip), want: "delete untranslated"},
+		{name: "two owners, one usable", now: []Frontend{at(vip, LoadBalancerIP, Backends{}, 0), at(vip, LoadBalancerIP, one, 1)}, flow: udp(vip, vip), want: "delete untranslated"},
+		{name: "external, untranslated", now: []Frontend{at(vip, ExternalIP, one, 1)}, flow: udp(vip, vip), want: "keep uncertain-address"},
+		{name: "external, untranslated, nothing usable", now: []Frontend{at(vip, ExternalIP, one, 0)}, flow: udp(vip, vip), want: "keep awaiting-backends"},
+		{name: "external, translated", now: []Frontend{at(vip, ExternalIP, one, 1)}, flow: udp(vip, dead), want: "delete backend-gone"},
+		{name: "external, gone", was: []Frontend{at(vip, ExternalIP, one, 1)}, flow: udp(vip, alive), want: "delete frontend-gone"},
+		{
+			name: "external of one, load balancer's of another", now: []Frontend{at(vip, ExternalIP, one, 1), at(vip, LoadBalancerIP, one, 1)},
+			flow: udp(vip, vip), want: "delete untranslated",
+		},
+		{
+			name: "external with backends of one, load balancer's without of another", now: []Frontend{at(vip, ExternalIP, one, 1), at(vip, LoadBalancerIP, Backends{}, 0)},
+			flow: udp(vip, vip), want: "keep uncertain-address",
+		},
 		{
 			name: "exact and every address", now: []Frontend{at("192.0.2.1:53", ExternalIP, one, 1), anywhere(53, HostPort, backends(dead), 1)}, host: listed,
 			flow: udp("192.0.2.1:53", dead), want: "keep serving",
@@ -348,6 +360,50 @@ func TestNodePortRanges(t *testing.T) {
 		if p, err := ParseNodePorts(s); err == nil {
 			t.Errorf("%q is taken for %v %s", s, p, NodePortsWord(p))
 		}
+	}
+}
+
+// What an uncertain flow would be deleted for, once somebody knows better.
+func TestElse(t *testing.T) {
+	one := backends(alive)
+	node := anywhere(30053, NodePort, one, 1)
+	for _, tc := range []struct {
+		name    string
+		now     Frontend
+		own     *Sweep
+		replied bool
+		flow    conntrack.Flow
+		want    Reason
+		why     string
+	}{
+		{name: "external", now: at(vip, ExternalIP, one, 1), flow: udp(vip, vip), want: Untranslated, why: whyExternal},
+		{name: "node port", now: node, flow: udp("192.0.2.9:30053", "192.0.2.9:30053"), want: Untranslated, why: whyNodePort},
+		{
+			name: "node port without backends", now: anywhere(30053, NodePort, one, 0),
+			flow: udp("192.0.2.9:30053", "192.0.2.9:30053"), why: whyNodePort,
+		},
+		{name: "left by the policy", now: at(vip, ExternalIP, one, 1), own: new(Off), flow: udp(vip, vip), why: whyExternal},
+		{
+			name: "answered, and left by the policy", now: at(vip, ExternalIP, one, 1), own: new(Unreplied), replied: true,
+			flow: udp(vip, vip), why: whyExternal,
+		},
+		{
+			name: "not answered, and not left by it", now: at(vip, ExternalIP, one, 1), own: new(Unreplied),
+			flow: udp(vip, vip), want: Untranslated, why: whyExternal,
+		},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			tab := NewTable(Options{Policy: DefaultPolicy})
+			tab.SetHost(Host{Listed: []netip.Addr{ip("192.0.2.1")}, Other: []netip.Addr{ip("192.0.2.9")}})
+			tc.now.Sweep = tc.own
+			tab.Set("a", []Frontend{tc.now})
+			if tc.replied {
+				tc.flow.Status |= conntrack.StatusSeenReply
+			}
+			if v := tab.Judge(&tc.flow); v.Reason != UncertainAddr || v.Action != Keep || v.Else != tc.want || v.Why != tc.why {
+				t.Errorf("%+v, want %s for %q", v, tc.want, tc.why)
+			}
+		})
 	}
 }
 
@@ -554,8 +610,11 @@ func (m *model) matches(f *Frontend, fl *conntrack.Flow) (match, was bool, c cer
 	} else if k.Addr != fl.Orig.Dst || f.Kind == HostPort && !local {
 		return false, false, 0
 	}
-	if f.Kind == NodePort {
+	switch {
+	case f.Kind == NodePort:
 		return h.ports != unserved, h.was, h.ports
+	case f.Kind == ExternalIP && (f.Usable > 0 || f.Inside > 0 && m.inside(fl.Orig.Src)):
+		return true, h.was && everywhere, uncertain
 	}
 	return true, h.was && (everywhere || f.Kind == HostPort), certain
 }
@@ -643,7 +702,7 @@ func (m *model) rule(fl *conntrack.Flow) (verdict string, limits, tombLimits []S
 		return "delete no-backends", limits, tombLimits
 	case usable:
 		return "delete untranslated", limits, tombLimits
-	case uncertainSeen && (!certainSeen || uncertainUsable):
+	case uncertainUsable || uncertainSeen && !certainSeen:
 		return "keep uncertain-address", limits, tombLimits
 	}
 	return "keep awaiting-backends", limits, tombLimits
@@ -684,7 +743,7 @@ func worldFlows() (flows []conntrack.Flow) {
 func genFrontend(t *rapid.T) Frontend {
 	f := Frontend{
 		Owner: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "owner"), Proto: conntrack.UDP,
-		Kind:    rapid.SampledFrom([]Kind{Static, ClusterIP, NodePort, HostPort}).Draw(t, "kind"),
+		Kind:    rapid.SampledFrom([]Kind{Static, ClusterIP, ExternalIP, NodePort, HostPort}).Draw(t, "kind"),
 		Usable:  rapid.IntRange(0, 1).Draw(t, "usable"),
 		Foreign: rapid.IntRange(0, 4).Draw(t, "foreign") == 0,
 	}

@@ -35,7 +35,7 @@ const (
 	NoFrontend                      // "no-frontend"
 	Serving                         // Keep: goes to a valid backend
 	AwaitingBackend                 // "awaiting-backends": untranslated, and nothing to translate it to
-	UncertainAddr                   // "uncertain-address": the proxy may not serve node ports there
+	UncertainAddr                   // "uncertain-address": stale, if what is not known of the address were so (Verdict.Why)
 	ByPolicy                        // "policy": stale, but its protocol is not to be cut
 	Unconfirmed                     // by the agent: not deleted until it is certain, or worth it
 	RulesetDisagrees                // "ruleset-disagrees": stale, but the NAT rules would make it again as it is
@@ -78,10 +78,14 @@ type Verdict struct {
 	// is the one that decided.
 	Owner string
 	Kind  Kind
-	// Why says in words what keeps the flow from being judged, for Unpredictable
-	// and UnknownTranslator; for RulesetDisagrees it is the rule that would make the
-	// flow again, or that none would translate it.
+	// Why says in words what keeps the flow from being judged, for Unpredictable,
+	// UnknownTranslator and UncertainAddr; for RulesetDisagrees it is the rule that
+	// would make the flow again, or that none would translate it.
 	Why string
+	// Else, with UncertainAddr, is the reason to delete the flow where somebody
+	// knows better, such as NAT rules that certainly would not leave it so. It is
+	// NotSwept where the policy would leave the flow all the same.
+	Else Reason
 }
 
 // String returns action and reason, "delete backend-gone".

@@ -195,7 +195,7 @@ func TestServiceFrontends(t *testing.T) {
 				ingress(corev1.LoadBalancerIngress{IP: "203.0.113.80"})),
 			want: []string{
 				"cluster-ip 203.0.113.10:53/udp default/dns:udp [] 0",
-				"external-ip 203.0.113.80:53/udp default/dns:udp [] 0",
+				"load-balancer-ip 203.0.113.80:53/udp default/dns:udp [] 0",
 			},
 		},
 		{

@@ -230,8 +230,14 @@ func (b *builder) destination(kind frontend.Kind, s string, served []conntrack.F
 	if err != nil {
 		return err
 	}
-	known := slices.ContainsFunc(b.dests, func(d destination) bool { return d.addr == a })
-	if f := conntrack.FamilyOf(a); !known && slices.Contains(served, f) {
+	i := slices.IndexFunc(b.dests, func(d destination) bool { return d.addr == a })
+	switch f := conntrack.FamilyOf(a); {
+	case i >= 0:
+		// An external address that a load balancer has too is certainly served.
+		if kind == frontend.LoadBalancerIP && b.dests[i].kind == frontend.ExternalIP {
+			b.dests[i].kind = kind
+		}
+	case slices.Contains(served, f):
 		b.dests = append(b.dests, destination{kind, a, f})
 	}
 	return nil
