@@ -45,7 +45,8 @@ type Change struct {
 	// Hosts are addresses that this host got or lost, or on which node ports are
 	// now served otherwise: all flows to them are suspect.
 	Hosts []netip.Addr
-	// Ranges are new service ranges: all flows to addresses in them are suspect.
+	// Ranges are new service ranges, or loopback where node ports are now served:
+	// all flows to addresses in them are suspect.
 	Ranges []netip.Prefix
 	// Buried are the keys at which the update left a tombstone, for whoever is to
 	// forget it. What it makes suspect is said by the others.

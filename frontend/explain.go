@@ -83,6 +83,9 @@ func (t *Table) placeOf(a netip.Addr) string {
 	if h, ok := t.hosts[a]; ok {
 		return "an address " + h.String()
 	}
+	if t.loops(a) {
+		return "loopback, where the proxy may or may not serve node ports"
+	}
 	return "no address of this host that is known here"
 }
 
@@ -212,5 +215,5 @@ func (t *Table) Reaches(k Key, f *conntrack.Flow) bool {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
 	_, local := t.hosts[f.Orig.Dst]
-	return local && k.Addr.Is4() == f.Orig.Dst.Is4()
+	return (local || t.loops(f.Orig.Dst)) && k.Addr.Is4() == f.Orig.Dst.Is4()
 }

@@ -125,7 +125,8 @@ type Host struct {
 	// those of the Node object, or those given by the user where there is none.
 	Listed []netip.Addr
 	// Other are further addresses of this host (a bridge's, say), on which a
-	// proxy may or may not serve node ports. Loopback addresses count in neither.
+	// proxy may or may not serve node ports. Loopback addresses count in neither:
+	// on those of IPv4 node ports may be served wherever NodePorts allow it.
 	Other []netip.Addr
 	// Pods are the ranges of the pods on this host.
 	Pods []netip.Prefix
@@ -192,9 +193,9 @@ func (h *Host) ranges(f conntrack.Family) (list []netip.Prefix, known bool) {
 				ps = []netip.Prefix{netip.PrefixFrom(a, a.BitLen())}
 			}
 		case Localhost:
-			ps = loopback[:]
+			ps = []netip.Prefix{loopback4, loopback6}
 		case Everywhere:
-			ps = everywhere[:]
+			ps = []netip.Prefix{everywhere4, everywhere6}
 		default:
 			ps = []netip.Prefix{p}
 		}
@@ -208,12 +209,10 @@ func (h *Host) ranges(f conntrack.Family) (list []netip.Prefix, known bool) {
 }
 
 var (
-	loopback = [...]netip.Prefix{
-		netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128"),
-	}
-	everywhere = [...]netip.Prefix{
-		netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0),
-	}
+	loopback4   = netip.MustParsePrefix("127.0.0.0/8")
+	loopback6   = netip.MustParsePrefix("::1/128")
+	everywhere4 = netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+	everywhere6 = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
 )
 
 // serves tells whether a proxy serves node ports on one of the host's addresses.
@@ -234,6 +233,22 @@ func (h *Host) serves(a netip.Addr, listed bool) certainty {
 		return certain // NewNodePortAddresses of pkg/proxy/util: all of the family
 	}
 	return unserved
+}
+
+// loopback returns the ranges of IPv4 in which there may be node ports on loopback.
+// kube-proxy serves them there in its mode iptables alone (route_localnet), and none
+// of IPv6 in any.
+func (h *Host) loopback() (list []netip.Prefix) {
+	ranges, _ := h.ranges(conntrack.IPv4)
+	if len(ranges) == 0 {
+		return []netip.Prefix{loopback4}
+	}
+	for _, p := range ranges {
+		if p.Overlaps(loopback4) {
+			list = append(list, p)
+		}
+	}
+	return list
 }
 
 // primary returns the first listed address of a family, the zero Addr where

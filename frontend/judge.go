@@ -61,6 +61,7 @@ func (t *Table) judge(f *conntrack.Flow, ex *explainer) Verdict {
 // What is not known of an address, as Verdict.Why.
 const (
 	whyNodePort = "the proxy may or may not serve node ports on this address"
+	whyLoopback = "on loopback kube-proxy serves node ports in its mode iptables alone"
 	whyExternal = "the proxy may have been told to serve no external addresses (AllowServiceExternalIPs)"
 )
 
@@ -72,6 +73,7 @@ type scene struct {
 	dport uint16
 	host  hostAddr // of the destination
 	local bool     // the destination is this host's
+	loop  bool     // it is loopback, on which there may be node ports
 
 	first     *Frontend // of ours that matches
 	serving   *Frontend // has the flow's backend among its valid ones
@@ -96,8 +98,11 @@ type scene struct {
 func (t *Table) survey(s *scene, f *conntrack.Flow) {
 	dst := f.Orig.Dst
 	s.host, s.local = t.hosts[dst]
+	if s.loop = !s.local && t.loops(dst); s.loop {
+		s.host.ports = uncertain
+	}
 	t.surveyAt(s, dst, f)
-	if t.anyLocal > 0 && s.local {
+	if t.anyLocal > 0 && (s.local || s.loop) {
 		t.surveyAt(s, anyAddr(f.Family), f)
 	}
 	switch {
@@ -140,6 +145,9 @@ func (s *scene) add(e *entry) {
 		switch {
 		case served == unserved:
 			s.explain.unserved(fe)
+			if s.loop {
+				s.spare(fe)
+			}
 			continue
 		case s.host.was && (everyAddr || fe.Kind == HostPort):
 			if !fe.Foreign {
@@ -175,6 +183,15 @@ func (s *scene) add(e *entry) {
 	}
 }
 
+// spare lets what is not judged on loopback, but may be served there all the same
+// (a host port, by CNI's portmap), hold a node port's judgement back.
+func (s *scene) spare(fe *Frontend) {
+	s.foreign = true
+	if s.serving == nil && fe.Valid.Contains(s.to, s.dport) {
+		s.serving = fe
+	}
+}
+
 // inside tells whether the sender is this host or one of its pods: the proxy sends
 // their flows to any backend of the cluster, as if they had gone to a load balancer
 // outside and come back (serviceExternalChainName of kube-proxy).
@@ -199,12 +216,12 @@ func (s *scene) inside() bool {
 // (AllowServiceExternalIPs of kube-proxy 1.37).
 func (s *scene) served(k Kind, everyAddr bool) certainty {
 	switch {
-	case k == ExternalIP:
-		return uncertain
 	case k == NodePort:
 		return s.host.ports // unserved where the destination is not this host's
 	case (everyAddr || k == HostPort) && !s.local:
 		return unserved
+	case k == ExternalIP:
+		return uncertain
 	}
 	return certain
 }
@@ -253,8 +270,13 @@ func (s *scene) verdict(translated bool) Verdict {
 		return say(Delete, Untranslated, s.usable)
 	case s.uncertain != nil && (!s.certain || s.perhaps):
 		v := say(Keep, UncertainAddr, s.uncertain)
-		if v.Why = whyNodePort; s.uncertain.Kind == ExternalIP {
+		switch {
+		case s.uncertain.Kind == ExternalIP:
 			v.Why = whyExternal
+		case s.loop:
+			v.Why = whyLoopback
+		default:
+			v.Why = whyNodePort
 		}
 		if s.perhaps {
 			v.Else = Untranslated

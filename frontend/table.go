@@ -159,6 +159,8 @@ type Table struct {
 	dirty bool
 	hosts map[netip.Addr]hostAddr
 	pods  []netip.Prefix
+	// loopback are the ranges in which there may be node ports on loopback.
+	loopback []netip.Prefix
 	// anyLocal counts the entries that stand for every address of this host.
 	anyLocal int
 	// scope counts the entries by family and protocol.
@@ -573,12 +575,29 @@ func (t *Table) SetHost(h Host) Change {
 		}
 	}
 	slices.SortFunc(ch.Hosts, netip.Addr.Compare)
-	t.hosts, t.pods = now, slices.Clone(h.Pods)
+	loopback := h.loopback()
+	if slices.ContainsFunc(loopback, func(p netip.Prefix) bool { return !slices.Contains(t.loopback, p) }) {
+		ch.Ranges = append(ch.Ranges, loopback4)
+	}
+	t.hosts, t.pods, t.loopback = now, slices.Clone(h.Pods), loopback
 	t.leave(left, &ch)
 	if insiders {
 		t.suspectInside(&ch)
 	}
 	return ch
+}
+
+// loops tells whether an address is loopback on which there may be node ports.
+func (t *Table) loops(a netip.Addr) bool {
+	if !a.Is4() || !a.IsLoopback() {
+		return false
+	}
+	for _, p := range t.loopback {
+		if p.Contains(a) {
+			return true
+		}
+	}
+	return false
 }
 
 // suspectInside notes that more flows come from inside than before.

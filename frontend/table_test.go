@@ -168,7 +168,32 @@ func TestJudge(t *testing.T) {
 		},
 		{name: "node port", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.1:30053", dead), want: "delete backend-gone"},
 		{name: "node port elsewhere", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.2:30053", dead), want: "ignore no-frontend"},
-		{name: "node port on loopback", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("127.0.0.1:30053", "127.0.0.1:30053"), want: "ignore no-frontend"},
+		{name: "node port on loopback", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("127.0.0.1:30053", "127.0.0.1:30053"), want: "keep uncertain-address"},
+		{name: "node port on loopback, translated", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("127.0.0.2:30053", dead), want: "delete backend-gone"},
+		{name: "node port on loopback, serving", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("127.0.0.1:30053", alive), want: "keep serving"},
+		{name: "node port on loopback, gone", was: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("127.0.0.1:30053", alive), want: "delete frontend-gone"},
+		{
+			name: "node port gone on loopback, and a host port", was: []Frontend{anywhere(30053, NodePort, one, 1)},
+			now: []Frontend{anywhere(30053, HostPort, backends(dead), 1)}, host: listed, flow: udp("127.0.0.1:30053", dead), want: "ignore no-frontend",
+		},
+		{
+			name: "node port on loopback, and a host port's backend", now: []Frontend{anywhere(30053, NodePort, one, 1), anywhere(30053, HostPort, backends(dead), 1)},
+			host: listed, flow: udp("127.0.0.1:30053", dead), want: "keep serving",
+		},
+		{name: "host port on loopback", now: []Frontend{anywhere(514, HostPort, one, 1)}, host: listed, flow: udp("127.0.0.1:514", dead), want: "ignore no-frontend"},
+		{name: "host port gone on loopback", was: []Frontend{anywhere(514, HostPort, one, 1)}, host: listed, flow: udp("127.0.0.1:514", dead), want: "ignore no-frontend"},
+		{
+			name: "node port on loopback outside the ranges", now: []Frontend{anywhere(30053, NodePort, one, 1)},
+			host: Host{Listed: listed.Listed, NodePorts: []netip.Prefix{Primary}}, flow: udp("127.0.0.1:30053", dead), want: "ignore no-frontend",
+		},
+		{
+			name: "node port on loopback by name", now: []Frontend{anywhere(30053, NodePort, one, 1)},
+			host: Host{Listed: listed.Listed, NodePorts: []netip.Prefix{Primary, Localhost}}, flow: udp("127.0.0.1:30053", dead), want: "delete backend-gone",
+		},
+		{
+			name: "node port on loopback of IPv6", now: []Frontend{{Owner: "w", Kind: NodePort, Proto: conntrack.UDP, Family: conntrack.IPv6, Ports: Port(30053), Usable: 1}},
+			host: Host{NodePorts: []netip.Prefix{Localhost}}, flow: udp("[::1]:30053", "[2001:db8:2::19]:53"), want: "ignore no-frontend",
+		},
 		{name: "node port, unlisted", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.9:30053", "192.0.2.9:30053"), want: "keep uncertain-address"},
 		{name: "node port, unlisted, translated", now: []Frontend{anywhere(30053, NodePort, one, 1)}, host: listed, flow: udp("192.0.2.9:30053", dead), want: "delete backend-gone"},
 		{
@@ -528,6 +553,7 @@ type model struct {
 	tombs []Frontend // all that went and were not forgotten
 	host  map[netip.Addr]hostAddr
 	pods  []netip.Prefix
+	loops func(netip.Addr) bool // there may be node ports on this loopback address
 
 	policy   Sweep // of UDP
 	services []netip.Prefix
@@ -603,6 +629,9 @@ func (m *model) matches(f *Frontend, fl *conntrack.Flow) (match, was bool, c cer
 	}
 	h, local := m.host[fl.Orig.Dst]
 	everywhere := k.Addr.IsUnspecified()
+	if m.loops(fl.Orig.Dst) {
+		return everywhere && f.Kind == NodePort, false, uncertain
+	}
 	if everywhere {
 		if !local || k.Addr.Is4() != fl.Orig.Dst.Is4() {
 			return false, false, 0
@@ -651,6 +680,10 @@ func (m *model) rule(fl *conntrack.Flow) (verdict string, limits, tombLimits []S
 	for _, f := range m.claims() {
 		match, was, c := m.matches(&f, fl)
 		if !match {
+			if k := f.Key(); m.loops(fl.Orig.Dst) && k.Addr.IsUnspecified() && k.Ports.Contains(fl.Orig.DstPort) {
+				// A host port, say, which may be served there.
+				foreign, hit = true, hit || f.Valid.Contains(netip.AddrPortFrom(fl.Reply.Src, fl.Reply.SrcPort), fl.Orig.DstPort)
+			}
 			continue
 		}
 		if was {
@@ -719,7 +752,7 @@ var (
 )
 
 func worldFlows() (flows []conntrack.Flow) {
-	for _, d := range worldDsts {
+	for _, d := range append([]netip.Addr{ip("127.0.0.1")}, worldDsts...) {
 		for port := uint16(1); port <= 4; port++ {
 			for _, to := range append(worldTo, d) {
 				for toPort := uint16(1); toPort <= 4; toPort++ {
@@ -818,7 +851,7 @@ func TestAgainstModel(t *testing.T) {
 		policy := DefaultPolicy
 		policy.UDP = genSweep(t)
 		tab := NewTable(Options{Policy: policy})
-		m := &model{units: map[string][]Frontend{}, host: map[netip.Addr]hostAddr{}, policy: policy.UDP}
+		m := &model{units: map[string][]Frontend{}, host: map[netip.Addr]hostAddr{}, loops: tab.loops, policy: policy.UDP}
 		graves := map[Key]bool{}
 		verdicts := make([]string, len(flows))
 		for i := range flows {
