@@ -140,11 +140,11 @@ func (j *judging) run(cmd *cobra.Command) error {
 func (j *judging) unjudged(w *world, s *summary) string {
 	told := 0 // by the rules
 	for _, r := range []frontend.Reason{
-		frontend.NoFrontend, frontend.Serving, frontend.ByPolicy, frontend.UnknownTranslator,
+		frontend.NoFrontend, frontend.Serving, frontend.ByPolicy,
 	} {
 		told += s.Reasons[r.String()]
 	}
-	untold := s.Reasons[frontend.Unpredictable.String()]
+	untold := s.Reasons[frontend.Unpredictable.String()] + s.Reasons[frontend.UnknownTranslator.String()]
 	switch {
 	case w.lost > 0:
 		return plural(w.lost, "part") + " of the state could not be read"

@@ -468,7 +468,7 @@ func TestRulesTellNothing(t *testing.T) {
 			return err
 		}))
 	}
-	set("ip dscp set 1") // writes into the packet
+	set("ip daddr set 203.0.113.99") // writes into the packet
 	stdout, code, stderr := tryRun(t, plan...)
 	if code != exitFailed || !strings.Contains(stdout, "3 to keep") ||
 		!strings.HasSuffix(stderr, "\nflowsweep: --fail-on-stale: nothing stale was found, but the NAT rules do not tell of any flow whether it is\n") {
