@@ -34,9 +34,9 @@ func (m *model) forgetOthers() {
 }
 
 // writes tells whether packets may come from a chain to a rule that writes
-// addresses or ports.
+// addresses or ports. One that is too long to be read may.
 func (c *chain) writes() bool {
-	some := func(x *chain) bool { return x.some(mayWrite) }
+	some := func(x *chain) bool { return x.tooLong || x.some(mayWrite) }
 	for _, x := range c.table.chains {
 		if some(x) { // else nothing need be decoded
 			return slices.ContainsFunc(reachable(c.table, c), some)
@@ -95,6 +95,11 @@ func tracks(exprs []byte) (does bool) {
 // dynamic for it, which nft sets where set and rule are in one command.
 func (t *table) fill() {
 	for _, c := range t.chains {
+		if c.tooLong {
+			for _, s := range t.sets {
+				s.dynamic = s.dynamic || !s.constant
+			}
+		}
 		if !bytes.Contains(c.raw, []byte("dynset\x00")) {
 			continue
 		}

@@ -202,8 +202,14 @@ func (d *difference) chains(o, c *chain, at Suspect, depth int) {
 		d.leavesOf(c, at, depth)
 		return
 	}
-	if depth > maxDepth {
+	switch {
+	case depth > maxDepth:
 		d.all(whyDepth)
+		return
+	case c.tooLong:
+		return // packets that come here may be anything, so that none is stale
+	case o.tooLong:
+		d.all(whyLong)
 		return
 	}
 	if _, done := d.leaves[visit{c, at}]; done {
@@ -412,7 +418,7 @@ func (d *difference) changed(c *chain) bool {
 
 func (d *difference) compareDeep(c *chain) bool {
 	o := d.before(c)
-	if o == nil || !slices.Equal(d.keysOf(o), d.keysOf(c)) {
+	if o == nil || o.tooLong != c.tooLong || !slices.Equal(d.keysOf(o), d.keysOf(c)) {
 		return true
 	}
 	rules := c.decode()
@@ -458,8 +464,12 @@ func (d *difference) changedSet(c *chain, o *lookupOp) bool {
 
 // leavesOf makes suspect what the rules of a chain decide, as if all were new.
 func (d *difference) leavesOf(c *chain, at Suspect, depth int) {
-	if depth > maxDepth {
+	switch {
+	case depth > maxDepth:
 		d.all(whyDepth)
+		return
+	case c.tooLong:
+		d.all(whyLong)
 		return
 	}
 	v := visit{c, at}

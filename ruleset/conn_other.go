@@ -11,7 +11,10 @@ var errUnsupported = fmt.Errorf("nftables needs Linux: %w", errors.ErrUnsupporte
 
 // Conn reads the rules of a network namespace, which only Linux has: Open fails
 // on every other operating system.
-type Conn struct{}
+type Conn struct {
+	limits limits
+	large  tooMuch
+}
 
 // Open returns an error that is errors.ErrUnsupported.
 func Open(string) (*Conn, error) { return nil, errUnsupported }

@@ -30,6 +30,7 @@ const (
 const (
 	whyWork    = "the packet would have to be followed through too many rules"
 	whyDepth   = "chains jump to each other too deep"
+	whyLong    = "a chain has more rules than are read"
 	whyTargets = "there are too many translations"
 	whyAddress = "the rules translate to an address or a port that is not known"
 	whyDynamic = "packets add elements to a map"
@@ -37,6 +38,9 @@ const (
 	whyProto   = "a protocol without ports"
 	whyVerdict = "the verdict of a rule is not understood"
 )
+
+// errLong ends the reading of a chain.
+var errLong = errors.New(whyLong)
 
 // Why the elements of a set are not read, which makes its lookup anything.
 var (
@@ -272,6 +276,11 @@ func (e *eval) follow(c *chain, depth int) chainResult {
 	}
 	if depth > maxDepth {
 		e.giveUp(whyDepth)
+		return chainResult{}
+	}
+	if c.tooLong {
+		e.cur = ruleAt{chain: c}
+		e.giveUp(whyLong)
 		return chainResult{}
 	}
 	f := frame{depth: depth, next: true}

@@ -5,7 +5,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
+	"sync"
+	"time"
 
 	"github.com/flowsweep/flowsweep/internal/uapi"
 )
@@ -17,15 +20,52 @@ const (
 	maxObjects = 1 << 20   // tables, chains and sets
 )
 
-// limits are how many elements are read of sets. Those of a set that has more are
-// not known, for a generation at least.
+// limits are how much is read of a chain and of sets. What is in one that has more
+// is not known.
 type limits struct {
+	rules    int // of one chain
 	elements int // of one set
 	bytes    int // keys and data of one set
 	total    int // memory for all sets
 }
 
-var usualLimits = limits{elements: 1 << 18, bytes: 32 << 20, total: 128 << 20}
+var usualLimits = limits{rules: 1 << 16, elements: 1 << 18, bytes: 32 << 20, total: 128 << 20}
+
+// tooMuch remembers which chains and sets have more than is read, so that not each
+// generation reads so much to find it out.
+type tooMuch struct {
+	mu    sync.Mutex
+	until map[object]time.Time
+}
+
+// object is a chain or a set. No handle is given twice.
+type object struct {
+	table, handle uint64
+	set           bool
+}
+
+// askFactor is how many times longer than it took to find out it is believed.
+const askFactor = 20
+
+func (m *tooMuch) note(o object, took time.Duration) {
+	if o.table == 0 || o.handle == 0 { // a kernel without handles
+		return
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	now := time.Now()
+	maps.DeleteFunc(m.until, func(_ object, t time.Time) bool { return now.After(t) })
+	if m.until == nil {
+		m.until = map[object]time.Time{}
+	}
+	m.until[o] = now.Add(askFactor * took)
+}
+
+func (m *tooMuch) known(o object) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return time.Now().Before(m.until[o])
+}
 
 // ErrTooLarge says that a ruleset is larger than what this package reads.
 var ErrTooLarge = errors.New("the ruleset is larger than is read (128 MiB of rules)")
@@ -77,9 +117,11 @@ type table struct {
 type chain struct {
 	table    *table
 	name     string
-	hooked   bool // a base chain, of whatever type
-	base     bool // of type nat, at prerouting or output
-	early    bool // of another type there, behind conntrack
+	handle   uint64 // none is given twice in a table
+	use      uint32 // rules in it, and jumps to it
+	hooked   bool   // a base chain, of whatever type
+	base     bool   // of type nat, at prerouting or output
+	early    bool   // of another type there, behind conntrack
 	hook     uint32
 	priority int32
 	drop     bool   // policy of a base chain
@@ -87,6 +129,8 @@ type chain struct {
 	rules    []rule
 	decoded  bool
 	inert    trilean // nothing in it ends or turns a packet's way: it may be passed over
+	n        int     // rules, while they are read
+	tooLong  bool    // it has more than are read
 }
 
 // rule is one rule, decoded.
@@ -174,6 +218,10 @@ func (m *model) addChain(family Family, b []byte) error {
 		switch a.typ {
 		case uapi.NftaChainTable:
 			in = string(a.text())
+		case uapi.NftaChainHandle:
+			c.handle = a.u64()
+		case uapi.NftaChainUse:
+			c.use = a.u32()
 		case uapi.NftaChainName:
 			c.name = string(a.text())
 		case uapi.NftaChainHook:
@@ -334,6 +382,7 @@ func (m *model) addRule(family Family, b []byte) error {
 	if c == nil {
 		return nil // made since the chains were read: the generation has moved
 	}
+	c.n++
 	m.raw += ruleHeader + len(exprs)
 	if m.raw > maxRaw {
 		return ErrTooLarge
@@ -342,6 +391,14 @@ func (m *model) addRule(family Family, b []byte) error {
 	c.raw = binary.NativeEndian.AppendUint32(c.raw, uint32(len(exprs)))
 	c.raw = append(c.raw, exprs...)
 	return nil
+}
+
+func (c *chain) object() object { return object{c.table.handle, c.handle, false} }
+
+// forgetRules takes back what was read of a chain.
+func (m *model) forgetRules(c *chain) {
+	m.raw -= len(c.raw)
+	c.raw, c.n = nil, 0
 }
 
 // pairs yields handle and expressions of each rule.
@@ -379,7 +436,7 @@ func (c *chain) harmless(depth int) bool {
 	if c.inert != unsure {
 		return c.inert == yes
 	}
-	if depth > maxDepth {
+	if depth > maxDepth || c.tooLong {
 		return false // not remembered: seen from elsewhere it may be less deep
 	}
 	h := yes

@@ -50,7 +50,7 @@ type Range struct {
 	MinPort, MaxPort uint16
 }
 
-// Rule names a rule. The zero Rule is none.
+// Rule names a rule, or with the Handle 0 a whole chain. The zero Rule is none.
 type Rule struct {
 	Family       Family
 	Table, Chain string
@@ -61,6 +61,9 @@ type Rule struct {
 func (r Rule) String() string {
 	if r.Chain == "" {
 		return "no rule"
+	}
+	if r.Handle == 0 {
+		return fmt.Sprintf("%s %s %s", r.Family, r.Table, r.Chain)
 	}
 	return fmt.Sprintf("%s %s %s handle %d", r.Family, r.Table, r.Chain, r.Handle)
 }

@@ -32,9 +32,8 @@ var ErrStale = errors.New("the rules have changed since they were read")
 // generation has not moved, afterwards they make an outcome anything. Its
 // methods may be called from several goroutines, and wait for each other.
 type Ruleset struct {
-	gen    uint32
-	conn   *Conn
-	limits limits
+	gen  uint32
+	conn *Conn
 
 	mu    sync.Mutex
 	model *model
@@ -115,34 +114,70 @@ func (c *Conn) load(ctx context.Context) (*Ruleset, error) {
 	if before != after {
 		return nil, errAgain
 	}
-	r := &Ruleset{gen: after, conn: c, model: m, limits: usualLimits}
+	r := &Ruleset{gen: after, conn: c, model: m}
 	r.eval = eval{m: m, fetch: r.fetch}
 	return r, nil
 }
 
-// manyChains is from how many chains on rules are asked for chain by chain, which
-// takes 25 µs a chain. In a dump of a whole table the kernel passes over all rules
-// that were sent before, for each 32 KiB anew (__nf_tables_dump_rules): 80 ms for
-// 10 000 rules, but two seconds for 50 000.
-const manyChains = 8192
+// What it takes to read rules. In a dump the kernel passes over all rules that were
+// sent before, for each 32 KiB anew (__nf_tables_dump_rules): 80 ms for 10 000
+// rules of one table or chain, but two seconds for 50 000 and 30 for 200 000. Asked
+// chain by chain, it passes over those of a chain only.
+const (
+	chainCost = 25 * time.Microsecond
+	passCost  = 120 * time.Nanosecond
+	perDump   = 80 // rules
+)
+
+func dumpCost(rules uint64) time.Duration {
+	return time.Duration(rules*rules/(2*perDump)) * passCost
+}
+
+// byChain tells whether rules of a table are to be asked for chain by chain: where
+// that is less work, or where a chain may be too long to be read.
+func (t *table) byChain(l limits) bool {
+	all, each := uint64(0), time.Duration(0)
+	for _, c := range t.chains {
+		n := uint64(c.use)
+		if n > uint64(l.rules) {
+			return true
+		}
+		all += n
+		each += chainCost + dumpCost(n)
+	}
+	return each < dumpCost(all)
+}
 
 // rules reads the rules of a table.
 func (c *Conn) rules(ctx context.Context, m *model, t *table) error {
-	filters := len(t.chains) >= manyChains
+	filters := t.byChain(c.limits)
 	for _, ch := range t.chains {
 		if !filters {
 			break
 		}
+		if uint64(ch.use) > uint64(c.limits.rules) && c.large.known(ch.object()) {
+			ch.tooLong = true
+			continue
+		}
+		start := time.Now()
 		err := c.dump(ctx, withText(tableRequest(uapi.NftGetRule, t), uapi.NftaRuleChain, ch.name), uapi.NftNewRule,
 			func(family Family, b []byte) error {
 				a := attrs{val: find(b, uapi.NftaRuleChain)}
-				if string(a.text()) != ch.name {
+				switch {
+				case string(a.text()) != ch.name:
 					filters = false // the kernel ignores what it was asked for
 					return nil
+				case ch.n == c.limits.rules:
+					return errLong
 				}
 				return m.addRule(family, b)
 			})
-		if err != nil {
+		switch {
+		case errors.Is(err, errLong):
+			c.large.note(ch.object(), time.Since(start))
+			ch.tooLong = true
+			m.forgetRules(ch)
+		case err != nil:
 			return err
 		}
 	}
@@ -150,8 +185,7 @@ func (c *Conn) rules(ctx context.Context, m *model, t *table) error {
 		return nil
 	}
 	for _, ch := range t.chains {
-		m.raw -= len(ch.raw)
-		ch.raw = nil
+		m.forgetRules(ch)
 	}
 	return c.dump(ctx, tableRequest(uapi.NftGetRule, t), uapi.NftNewRule, m.addRule)
 }
@@ -173,10 +207,6 @@ func (c *Conn) dump(ctx context.Context, req []byte, want uint16, add func(Famil
 	return err
 }
 
-// lookAgainFactor is how many times longer than it took to find that a set is too
-// large the next generations believe it.
-const lookAgainFactor = 20
-
 // fetch gets the elements of a set, of the generation of everything else: that was
 // in force as a whole when the rules were read, and is as long as it has not moved.
 func (r *Ruleset) fetch(t *table, s *set) (*elements, error) {
@@ -187,12 +217,12 @@ func (r *Ruleset) fetch(t *table, s *set) (*elements, error) {
 		return nil, s.tooLarge
 	case r.stale:
 		return nil, ErrStale
-	case uint64(s.count) > uint64(r.limits.elements):
+	case uint64(s.count) > uint64(r.conn.limits.elements), r.conn.large.known(s.object(t)):
 		s.tooLarge = errHuge
 		return nil, errHuge
 	}
 	start := time.Now()
-	g := gathering{table: t, set: s, limits: r.limits}
+	g := gathering{table: t, set: s, limits: r.conn.limits}
 	interrupted, err := r.conn.exchange(elementsRequest(t, s), func(typ uint16, _ Family, b []byte) error {
 		if typ != uapi.NftNewSetElem {
 			return errUnexpected(typ)
@@ -211,19 +241,19 @@ func (r *Ruleset) fetch(t *table, s *set) (*elements, error) {
 		r.stale = true
 		return nil, ErrStale
 	}
-	if !huge {
-		x := g.finish()
-		if r.model.held+x.size() <= r.limits.total {
-			r.model.held += x.size()
-			s.elements = x
-			return x, nil
-		}
-		err = errMany
-	} else {
-		err = errHuge
+	if huge {
+		r.conn.large.note(s.object(t), time.Since(start))
+		s.tooLarge = errHuge
+		return nil, errHuge
 	}
-	s.tooLarge, s.lookAgain = err, time.Now().Add(lookAgainFactor*time.Since(start))
-	return nil, err
+	x := g.finish()
+	if r.model.held+x.size() > r.conn.limits.total {
+		s.tooLarge = errMany
+		return nil, errMany
+	}
+	r.model.held += x.size()
+	s.elements = x
+	return x, nil
 }
 
 // Generation returns the generation that the rules are of.
@@ -327,6 +357,9 @@ func (r *Ruleset) NotUnderstood() []Step {
 	var list []Step
 	for _, t := range r.model.relevant() {
 		for _, c := range reachable(t, t.bases()...) {
+			if c.tooLong {
+				list = append(list, Step{Rule: ruleAt{chain: c}.rule(), Effect: whyLong})
+			}
 			for handle, exprs := range c.pairs {
 				ops := decodeOps(t, exprs)
 				if n := len(ops); n > 0 {

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"slices"
 	"sort"
-	"time"
 
 	"github.com/flowsweep/flowsweep/internal/uapi"
 )
@@ -31,10 +30,7 @@ type set struct {
 
 	elements *elements // nil until fetched
 	count    uint32    // of the elements, as newer kernels tell beforehand
-	// tooLarge tells why the elements are not read, and is asked about again by a
-	// generation that is loaded after lookAgain.
-	tooLarge  error
-	lookAgain time.Time
+	tooLarge error     // why the elements are not read
 }
 
 // elements are those of a set, ordered so that they can be found.
@@ -400,30 +396,24 @@ func overlap(first, last, low, high []byte) (may, must bool) {
 }
 
 // inherit takes over the elements of constant sets that an older model has
-// fetched, and for a while which sets are too large.
+// fetched: of a generation that was in force as a whole.
 func (m *model) inherit(old *model) {
-	now := time.Now()
 	for k, t := range m.tables {
 		o := old.tables[k]
 		if o == nil || o.handle != t.handle || t.handle == 0 {
 			continue
 		}
 		for name, s := range t.sets {
-			was := o.sets[name]
-			if was == nil || was.handle != s.handle {
-				continue
-			}
-			if s.constant && was.elements != nil {
+			if was := o.sets[name]; was != nil && s.constant && was.handle == s.handle && was.elements != nil {
 				if s.elements = was.elements.in(t); s.elements != nil {
 					m.held += s.elements.size()
 				}
 			}
-			if now.Before(was.lookAgain) && s.count == 0 {
-				s.tooLarge, s.lookAgain = was.tooLarge, was.lookAgain
-			}
 		}
 	}
 }
+
+func (s *set) object(t *table) object { return object{t.handle, s.handle, true} }
 
 // in returns the elements with the chains of another model's table.
 func (x *elements) in(t *table) *elements {

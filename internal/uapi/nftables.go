@@ -79,9 +79,11 @@ const (
 	NftTableFDormant = 1 << 0
 
 	NftaChainTable  = 1
+	NftaChainHandle = 2
 	NftaChainName   = 3
 	NftaChainHook   = 4
 	NftaChainPolicy = 5
+	NftaChainUse    = 6
 	NftaChainType   = 7
 )
 
