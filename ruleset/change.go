@@ -225,7 +225,7 @@ func (d *difference) chains(o, c *chain, at Suspect, depth int) {
 	for tail < len(a)-head && tail < len(b)-head && a[len(a)-1-tail] == b[len(b)-1-tail] {
 		tail++
 	}
-	oldRules, rules := o.decode(), c.decode()
+	oldRules, rules := o.each(), c.each()
 	for i := head; i < len(a)-tail; i++ {
 		d.leaf(o, &oldRules[i], at, depth)
 	}
@@ -248,7 +248,7 @@ func (d *difference) same(c *chain, r *rule, at Suspect, depth int) {
 		return
 	}
 	k := newKnowledge(at)
-	for _, o := range r.ops {
+	for _, o := range r.operations() {
 		if !k.take(o) {
 			return
 		}
@@ -265,7 +265,7 @@ func (d *difference) same(c *chain, r *rule, at Suspect, depth int) {
 
 // leadsOn tells whether a rule jumps to another chain.
 func (d *difference) leadsOn(r *rule) bool {
-	return slices.ContainsFunc(r.ops, func(o op) bool {
+	return slices.ContainsFunc(r.operations(), func(o op) bool {
 		v, ok := o.(*verdictOp)
 		return ok && v.chain != nil
 	})
@@ -421,9 +421,9 @@ func (d *difference) compareDeep(c *chain) bool {
 	if o == nil || o.tooLong != c.tooLong || !slices.Equal(d.keysOf(o), d.keysOf(c)) {
 		return true
 	}
-	rules := c.decode()
+	rules := c.each()
 	for i := range rules {
-		for _, x := range rules[i].ops {
+		for _, x := range rules[i].operations() {
 			switch x := x.(type) {
 			case *verdictOp:
 				if x.chain != nil && d.changed(x.chain) {
@@ -477,7 +477,7 @@ func (d *difference) leavesOf(c *chain, at Suspect, depth int) {
 		return
 	}
 	d.leaves[v] = struct{}{}
-	rules := c.decode()
+	rules := c.each()
 	for i := range rules {
 		if d.leaf(c, &rules[i], at, depth); d.why != "" {
 			return
@@ -491,7 +491,7 @@ func (d *difference) leaf(c *chain, r *rule, at Suspect, depth int) {
 		return
 	}
 	k := newKnowledge(at)
-	for _, o := range r.ops {
+	for _, o := range r.operations() {
 		if !k.take(o) {
 			return // matches nothing that comes here
 		}

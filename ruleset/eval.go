@@ -284,8 +284,8 @@ func (e *eval) follow(c *chain, depth int) chainResult {
 		return chainResult{}
 	}
 	f := frame{depth: depth, next: true}
-	rules := c.decode()
-	for i := range rules {
+	rules, some := c.each(), c.candidates(e.p)
+	for i := some.take(); i < len(rules); i = some.take() {
 		r := &rules[i]
 		if e.steps--; e.steps < 0 {
 			e.giveUp(whyWork)
@@ -296,7 +296,7 @@ func (e *eval) follow(c *chain, depth int) chainResult {
 		}
 		e.cur, f.rule, f.next = ruleAt{c, r.handle}, r, false
 		var regs regs
-		e.exec(r.ops, &regs, &f)
+		e.exec(r.operations(), &regs, &f)
 		if e.why != "" {
 			return chainResult{}
 		}

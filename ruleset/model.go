@@ -127,18 +127,29 @@ type chain struct {
 	drop     bool   // policy of a base chain
 	raw      []byte // rules as addRule appends them
 	rules    []rule
-	decoded  bool
-	inert    trilean // nothing in it ends or turns a packet's way: it may be passed over
-	n        int     // rules, while they are read
-	tooLong  bool    // it has more than are read
+	split    bool      // raw, into rules
+	indices  [2]*index // for packets of IPv4 and IPv6, once one was here
+	inert    trilean   // nothing in it ends or turns a packet's way: it may be passed over
+	n        int       // rules, while they are read
+	tooLong  bool      // it has more than are read
 }
 
-// rule is one rule, decoded.
+// rule is one rule, which is decoded when it is looked at.
 type rule struct {
-	handle uint64
-	exprs  []byte // NFTA_RULE_EXPRESSIONS
-	ops    []op
-	inert  trilean // as passes tells
+	chain   *chain
+	handle  uint64
+	exprs   []byte // NFTA_RULE_EXPRESSIONS
+	ops     []op
+	decoded bool
+	inert   trilean // as passes tells
+}
+
+// operations decodes the rule.
+func (r *rule) operations() []op {
+	if !r.decoded {
+		r.ops, r.decoded = decodeOps(r.chain.table, r.exprs), true
+	}
+	return r.ops
 }
 
 // trilean is no, yes, or not known yet.
@@ -294,7 +305,7 @@ func (m *model) list(wanted func(*table) bool) []*table {
 }
 
 // reachable returns the chains of a table that packets may come to from some of
-// them, these included, in no particular order. It decodes their rules.
+// them, these included, in no particular order. It decodes all their rules.
 func reachable(t *table, from ...*chain) []*chain {
 	var list []*chain
 	seen := map[*chain]bool{}
@@ -308,8 +319,8 @@ func reachable(t *table, from ...*chain) []*chain {
 		add(c)
 	}
 	for i := 0; i < len(list); i++ {
-		for j := range list[i].decode() {
-			for _, o := range list[i].rules[j].ops {
+		for j := range list[i].each() {
+			for _, o := range list[i].rules[j].operations() {
 				switch o := o.(type) {
 				case *verdictOp:
 					add(o.chain)
@@ -412,19 +423,15 @@ func (c *chain) pairs(yield func(handle uint64, exprs []byte) bool) {
 	}
 }
 
-// decode decodes the rules of a chain that a packet has reached.
-func (c *chain) decode() []rule {
-	if c.decoded {
+// each returns the rules of a chain that is looked at.
+func (c *chain) each() []rule {
+	if c.split {
 		return c.rules
 	}
-	c.decoded = true
-	n := 0
-	for range c.pairs {
-		n++
-	}
-	c.rules = make([]rule, 0, n)
+	c.split = true
+	c.rules = make([]rule, 0, c.n)
 	for handle, exprs := range c.pairs {
-		c.rules = append(c.rules, rule{handle: handle, exprs: exprs, ops: decodeOps(c.table, exprs)})
+		c.rules = append(c.rules, rule{chain: c, handle: handle, exprs: exprs})
 	}
 	return c.rules
 }
@@ -440,7 +447,7 @@ func (c *chain) harmless(depth int) bool {
 		return false // not remembered: seen from elsewhere it may be less deep
 	}
 	h := yes
-	for i := range c.decode() {
+	for i := range c.each() {
 		if !c.rules[i].returns(depth) {
 			h = no
 			break
@@ -453,7 +460,7 @@ func (c *chain) harmless(depth int) bool {
 // returns tells whether all that a rule can decide is to leave the chain by its
 // end or a return, or to jump to a chain that does the same.
 func (r *rule) returns(depth int) bool {
-	for _, o := range r.ops {
+	for _, o := range r.operations() {
 		if !decisive(o) {
 			continue
 		}
@@ -479,7 +486,7 @@ func (r *rule) returns(depth int) bool {
 func (r *rule) passes() bool {
 	if r.inert == unsure {
 		r.inert = yes
-		for _, o := range r.ops {
+		for _, o := range r.operations() {
 			if !decisive(o) {
 				continue
 			}

@@ -76,7 +76,7 @@ type place struct {
 type bits struct{ value, mask byte }
 
 func (s *shading) chain(c *chain) (list []Shadow) {
-	rules := c.decode()
+	rules := c.each()
 	same := map[string][]int{} // the earlier rules by what they ask
 	from := 0                  // behind the last rule that may have changed the packet
 	for i := range rules {
@@ -130,7 +130,7 @@ func (s *shading) changes(m *matching, depth int) bool {
 		}
 		altered, known := s.altered[o.chain]
 		if !known {
-			for i := range o.chain.decode() {
+			for i := range o.chain.each() {
 				altered = altered || s.changes(s.of(&o.chain.rules[i]), depth+1)
 			}
 			s.altered[o.chain] = altered
@@ -166,7 +166,7 @@ func (s *shading) consumes(c *chain, known *matching, family Family, depth int) 
 	if depth > maxDepth {
 		return false
 	}
-	for i := range c.decode() {
+	for i := range c.each() {
 		if s.steps--; s.steps < 0 {
 			return false
 		}
@@ -256,7 +256,7 @@ func (s *shading) of(r *rule) *matching {
 		}
 		m.asks[of+fmt.Sprintf(format, args...)] = true
 	}
-	for _, o := range r.ops {
+	for _, o := range r.operations() {
 		switch o := o.(type) {
 		case *payloadOp:
 			header := o.base == uapi.NftPayloadNetworkHeader || o.base == uapi.NftPayloadTransportHeader

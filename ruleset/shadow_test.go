@@ -96,7 +96,7 @@ func pairs(r *Ruleset) (list []string) {
 	number := func(x Rule) int {
 		for _, t := range r.model.tables {
 			if t.family == x.Family && t.name == x.Table {
-				return slices.IndexFunc(t.chains[x.Chain].decode(), func(y rule) bool { return y.handle == x.Handle })
+				return slices.IndexFunc(t.chains[x.Chain].each(), func(y rule) bool { return y.handle == x.Handle })
 			}
 		}
 		return -1

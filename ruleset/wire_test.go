@@ -195,12 +195,12 @@ func TestGolden(t *testing.T) {
 		&immediateOp{4, []byte{0x14, 0xe9}},
 		&natOp{IPv4, 0, 0, 4, 4, 2},
 	}
-	rules := c.decode()
+	rules := c.each()
 	if len(rules) != 1 || rules[0].handle != 5 {
 		t.Fatalf("rules %+v", rules)
 	}
 	opts := cmp.AllowUnexported(payloadOp{}, cmpOp{}, immediateOp{}, natOp{}, set{}, elements{}, verdictOp{})
-	if d := cmp.Diff(want, rules[0].ops, opts); d != "" {
+	if d := cmp.Diff(want, rules[0].operations(), opts); d != "" {
 		t.Errorf("rule (-want +got):\n%s", d)
 	}
 	if got, want := describe(tab, rules[0].exprs), "th dport 53 dnat to 198.51.100.11:5353"; got != want {
