@@ -17,6 +17,11 @@ type Shadow struct {
 	By Step
 }
 
+// String writes both: "RULE: TEXT, since RULE: TEXT comes before it".
+func (s Shadow) String() string {
+	return fmt.Sprintf("%s: %s, since %s comes before it: %s", s.Rule, s.Text, s.By.Rule, s.By.Text)
+}
+
 const (
 	// maxShadowSteps bounds the comparisons of rules with earlier ones to a second
 	// or so.

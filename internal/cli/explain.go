@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/frontend"
+	"github.com/flowsweep/flowsweep/internal/doctor"
 	"github.com/flowsweep/flowsweep/ruleset"
 	"github.com/flowsweep/flowsweep/sweep"
 )
@@ -68,7 +70,7 @@ func (e *explaining) run(cmd *cobra.Command, what string) error {
 	out := cmd.OutOrStdout()
 	switch {
 	case line:
-		return explainFlow(out, w.judge(), &flow)
+		return explainFlow(out, w.judge(), &flow, nil)
 	case isShort:
 		found := 0
 		err := e.search(cmd, w.families, short.filter, func(f *conntrack.Flow) error {
@@ -78,7 +80,11 @@ func (e *explaining) run(cmd *cobra.Command, what string) error {
 			if found++; found > 1 {
 				fmt.Fprintln(out)
 			}
-			return explainFlow(out, w.judge(), f)
+			var silent []netip.Addr
+			if f.Translated() && !f.Replied() {
+				silent = append(silent, f.Reply.Src)
+			}
+			return explainFlow(out, w.judge(), f, e.leftOver(cmd.Context(), w, ruleset.Destination{Proto: f.Proto, Addr: short.dst}, silent))
 		})
 		if err == nil && found == 0 {
 			err = e.sameSocket(cmd, w, &short, what)
@@ -104,8 +110,10 @@ type judge interface {
 	Explain(f *conntrack.Flow) (frontend.Verdict, []string)
 }
 
-func explainFlow(out io.Writer, j judge, f *conntrack.Flow) error {
+// explainFlow also tells further steps, before the verdict.
+func explainFlow(out io.Writer, j judge, f *conntrack.Flow, more []string) error {
 	v, steps := j.Explain(f)
+	steps = append(steps, more...)
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s\n", f)
 	for i, s := range steps {
@@ -117,6 +125,41 @@ func explainFlow(out io.Writer, j judge, f *conntrack.Flow) error {
 	}
 	_, err := fmt.Fprintln(out, printable(b.String()))
 	return err
+}
+
+// leftOver tells of rules for a destination that no packet meets, and which of the
+// addresses that flows to it are not answered from do not answer at all: a rule
+// that is left over stands before another one, or leads to nobody.
+func (e *explaining) leftOver(ctx context.Context, w *world, d ruleset.Destination, unanswered []netip.Addr) (lines []string) {
+	rules := w.rules
+	if w.both != nil {
+		rules = w.both.rules
+	}
+	if rules != nil {
+		const most = 5
+		_, steps := rules.Rules.To(d)
+		var by []ruleset.Rule
+		for _, s := range steps {
+			by = append(by, s.Rule)
+		}
+		if len(by) > 0 {
+			for i, s := range rules.Rules.Rules().Shadowed(by...) {
+				if i == most {
+					lines = append(lines, "and there are more, see \"flowsweep doctor\"")
+					break
+				}
+				lines = append(lines, "no packet meets "+s.String())
+			}
+		}
+	}
+	if e.flows != "" {
+		return lines
+	}
+	silent, _ := doctor.Silent(ctx, e.namespace(), unanswered) // where it is not known, nothing is told
+	for _, a := range slices.SortedFunc(maps.Keys(silent), netip.Addr.Compare) {
+		lines = append(lines, fmt.Sprintf("%s does not answer %s, and flows to it are unanswered: nobody is there", a, silent[a]))
+	}
+	return lines
 }
 
 // shortFlow is SRC:PORT>DST:PORT/PROTOCOL.
@@ -281,7 +324,20 @@ func (e *explaining) destination(cmd *cobra.Command, w *world, d ruleset.Destina
 		show(texts)
 		fmt.Fprintf(out, "what they may do with a packet from anywhere: %s\n", o)
 	}
-	return e.flowsTo(cmd, w, to(d.Proto, d.Addr), mostFlows, func(*conntrack.Flow) bool { return true })
+	var unanswered []netip.Addr
+	err := e.flowsTo(cmd, w, to(d.Proto, d.Addr), mostFlows, func(f *conntrack.Flow) bool {
+		if f.Translated() && !f.Replied() && !slices.Contains(unanswered, f.Reply.Src) && len(unanswered) < mostFlows {
+			unanswered = append(unanswered, f.Reply.Src)
+		}
+		return true
+	})
+	if err != nil {
+		return err
+	}
+	for _, l := range e.leftOver(cmd.Context(), w, d, unanswered) {
+		fmt.Fprintln(out, printable(l))
+	}
+	return nil
 }
 
 // flowsTo tells how the flows are judged that a filter lets through and that are

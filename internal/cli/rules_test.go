@@ -410,6 +410,36 @@ func TestExplainByRules(t *testing.T) {
 	}
 }
 
+// A rule that is left over before the right one leads to nobody: explain says so
+// of a flow and of a destination.
+func TestExplainLeftOver(t *testing.T) {
+	client, router := newRouter(t)
+	nobody := netip.MustParseAddrPort("198.51.100.99:5353")
+	forward := testnet.Forward{Proto: conntrack.UDP, Dst: vips[0], Backends: []netip.AddrPort{nobody}}
+	right := forward
+	right.Backends = backends[:1]
+	must(t, router.SetNAT(forward, right))
+	from := netip.AddrPortFrom(netip.MustParseAddr("192.0.2.2"), 40000)
+	nstest.Send(t, client, from, vips[0], 20*time.Millisecond)
+	flowTo(t, router, vips[0])
+	for _, what := range []string{"192.0.2.2:40000>203.0.113.10:53/udp", "203.0.113.10:53/udp"} {
+		for name, args := range map[string][]string{
+			"by rules": nil, "by a state": {"--state", writeFile(t, strings.ReplaceAll(oneService, "198.51.100.11:53", nobody.String()))},
+		} {
+			stdout, code, stderr := tryRun(t, append([]string{"explain", "--netns", router.Path(), what}, args...)...)
+			for _, want := range []string{
+				`no packet meets inet flowsweep-test forwards handle \d+: .* dnat to 198\.51\.100\.11:5353, since inet flowsweep-test forwards handle \d+ comes before it: .* dnat to 198\.51\.100\.99:5353\n`,
+				`198\.51\.100\.99 does not answer on backends \(INCOMPLETE\), and flows to it are unanswered: nobody is there\n`,
+				`keep serving`,
+			} {
+				if code != 0 || !regexp.MustCompile(want).MatchString(stdout) {
+					t.Errorf("%s, %s: exit %d, %s is missing in\n%s%s", name, what, code, want, stdout, stderr)
+				}
+			}
+		}
+	}
+}
+
 // What is not judged is told with its cause.
 func TestRulesDoubt(t *testing.T) {
 	if _, err := exec.LookPath("nft"); err != nil {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"maps"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -215,6 +216,11 @@ func TestReports(t *testing.T) {
 			Rule: ruleset.Rule{Family: ruleset.IPv4, Table: "nat", Chain: "PREROUTING", Handle: uint64(5 + i)}, Effect: "the expression osf",
 		})
 	}
+	odd.Shadowed = []ruleset.Shadow{{
+		Step: ruleset.Step{Rule: ruleset.Rule{Family: ruleset.IPv4, Table: "nat", Chain: "DOCKER", Handle: 14}, Text: "th dport 53 -j DNAT --to-destination 172.17.0.3:53"},
+		By:   ruleset.Step{Rule: ruleset.Rule{Family: ruleset.IPv4, Table: "nat", Chain: "DOCKER", Handle: 13}, Text: "th dport 53 -j DNAT --to-destination 172.17.0.2:53"},
+	}}
+	odd.Nobody = []Nobody{{odd.Shadowed[0].By.Rule, netip.MustParseAddr("172.17.0.2"), "on docker0 (FAILED)", 1}}
 	sickKernel := &fake{
 		features: honouring(conntrack.NotHonoured),
 		flows: slices.Concat(flows(90000, 0, 0), flows(700, 65520, 0), flows(9300, 0, conntrack.StatusOffload),
@@ -474,6 +480,15 @@ func TestChecks(t *testing.T) {
 			"not understood", nil, with(func(r *Ruleset) {
 				r.NotUnderstood = []ruleset.Step{{Rule: ruleset.Rule{Family: ruleset.INet, Table: "t", Chain: "c", Handle: 9}, Effect: "the expression osf"}}
 			}), "", "rules-understood", Warn, "1 of 12 rules are not understood: inet t c handle 9 (the expression osf)", false,
+		},
+		{
+			"shadowed", nil, with(func(r *Ruleset) { r.Shadowed = make([]ruleset.Shadow, 7) }),
+			"", "rules-shadowed", Warn, "7 rules are never met: no rule: , since no rule comes before it: ; ", false,
+		},
+		{
+			"nobody there", nil, with(func(r *Ruleset) {
+				r.Nobody = []Nobody{{ruleset.Rule{Family: ruleset.INet, Table: "t", Chain: "c", Handle: 9}, netip.MustParseAddr("198.51.100.9"), "on eth1 (INCOMPLETE)", 3}}
+			}), "", "rules-to-nobody", Warn, "inet t c handle 9 leads to 198.51.100.9, which does not answer on eth1 (INCOMPLETE): 3 flows unanswered", false,
 		},
 		{
 			"tc", nil, with(func(r *Ruleset) { r.Others.Modules = []string{"act_ct"} }),

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -19,10 +20,21 @@ type Ruleset struct {
 	Took time.Duration // reading them
 	// NotUnderstood are the rules with an expression of which too little is known.
 	NotUnderstood []ruleset.Step
-	Others        ruleset.Translators
+	// Shadowed are the rules that no packet meets, Nobody those that lead to nobody.
+	Shadowed []ruleset.Shadow
+	Nobody   []Nobody
+	Others   ruleset.Translators
 	// Flows is how many were judged, of the first of the table; Doubted is how
 	// many of them it cannot be told of whether they are stale.
 	Flows, Doubted int
+}
+
+// Nobody is a rule by which flows go to an address that does not answer.
+type Nobody struct {
+	By    ruleset.Rule
+	To    netip.Addr
+	Where string // and how that is known: "on eth1 (FAILED)"
+	Flows int    // that are unanswered
 }
 
 // judgedFlows is how many flows are judged by the rules: a tenth of a second.
@@ -58,19 +70,38 @@ var rules = check{
 				"flowsweep plan --all -o wide tells for each of them why")
 		}
 		if n := len(r.NotUnderstood); n > 0 {
-			const most = 5
-			var named []string
-			for _, s := range r.NotUnderstood[:min(n, most)] {
-				named = append(named, fmt.Sprintf("%s (%s)", s.Rule, s.Effect))
-			}
-			if n > most {
-				named = append(named, fmt.Sprintf("%d more", n-most))
-			}
 			list = append(list, Finding{
 				ID: "rules-understood", Level: Warn,
-				What: fmt.Sprintf("%d of %s are not understood: %s", n, plural(r.Size.Rules, "rule"), strings.Join(named, "; ")),
-				Why:  "of a flow that may meet such a rule nothing can be told, so that it stays",
-				Do:   "write what they do in another way, or " + elsewise,
+				What: fmt.Sprintf("%d of %s are not understood: %s", n, plural(r.Size.Rules, "rule"),
+					some(n, func(i int) string { return fmt.Sprintf("%s (%s)", r.NotUnderstood[i].Rule, r.NotUnderstood[i].Effect) })),
+				Why: "of a flow that may meet such a rule nothing can be told, so that it stays",
+				Do:  "write what they do in another way, or " + elsewise,
+			})
+		}
+		if n := len(r.Shadowed); n > 0 {
+			are := "are"
+			if n == 1 {
+				are = "is"
+			}
+			list = append(list, Finding{
+				ID: "rules-shadowed", Level: Warn,
+				What: fmt.Sprintf("%s %s never met: %s", plural(n, "rule"), are,
+					some(n, func(i int) string { return r.Shadowed[i].String() })),
+				Why: "an earlier rule decides for all packets that such a rule is for: one of the two is left over, " +
+					"and flows to where a left-over rule leads look right",
+				Do: "nft -a list chain shows both; delete the one that is left over: nft delete rule ... handle N",
+			})
+		}
+		if n := len(r.Nobody); n > 0 {
+			list = append(list, Finding{
+				ID: "rules-to-nobody", Level: Warn,
+				What: some(n, func(i int) string {
+					x := r.Nobody[i]
+					return fmt.Sprintf("%s leads to %s, which does not answer %s: %s unanswered",
+						x.By, x.To, x.Where, plural(x.Flows, "flow"))
+				}),
+				Why: "by the rules such flows are right, and stay, while nobody is there any more",
+				Do:  "flowsweep explain ADDRESS:PORT/PROTOCOL shows the rule; delete it if it is left over, or start its server",
 			})
 		}
 		if len(r.Others.Modules) > 0 {
@@ -83,6 +114,19 @@ var rules = check{
 		}
 		return list
 	},
+}
+
+// some names the first of n things.
+func some(n int, name func(i int) string) string {
+	const most = 5
+	var named []string
+	for i := range min(n, most) {
+		named = append(named, name(i))
+	}
+	if n > most {
+		named = append(named, fmt.Sprintf("%d more", n-most))
+	}
+	return strings.Join(named, "; ")
 }
 
 var otherRules = check{

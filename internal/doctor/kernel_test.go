@@ -15,6 +15,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -249,6 +250,43 @@ func TestHostNAT(t *testing.T) {
 	own := slices.DeleteFunc(list, func(x Elsewhere) bool { return !strings.HasPrefix(x.Path, "/proc/") })
 	if !slices.Equal(own, []Elsewhere{{Path: want, Rules: true}}) {
 		t.Errorf("%v, want %s", own, want)
+	}
+}
+
+// A rule that is left over leads to nobody, and stands before the right one. That
+// is seen also while somebody sends, when no entry is ever FAILED.
+func TestHostLeftOver(t *testing.T) {
+	star := nstest.Star(t,
+		testnet.Leaf{Name: "client", Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}},
+		testnet.Leaf{Name: "backends", Prefixes: []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24")}})
+	dst, alive := netip.MustParseAddrPort("203.0.113.10:53"), netip.MustParseAddrPort("198.51.100.2:53")
+	forward := func(dst netip.AddrPort, to string) testnet.Forward {
+		return testnet.Forward{Proto: unix.IPPROTO_UDP, Dst: dst, Backends: []netip.AddrPort{netip.MustParseAddrPort(to)}}
+	}
+	other := netip.MustParseAddrPort("203.0.113.11:53")
+	err := star.Router.SetNAT(forward(dst, "198.51.100.99:53"), forward(dst, alive.String()), forward(other, alive.String()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	nstest.Echo(t, star.Leaf("backends"), alive)
+	s := nstest.Send(t, star.Leaf("client"), netip.AddrPort{}, other, 20*time.Millisecond)
+	if _, err := s.Await(t.Context(), alive); err != nil {
+		t.Fatal(err)
+	}
+	nstest.Send(t, star.Leaf("client"), netip.AddrPort{}, dst, 20*time.Millisecond)
+	ns := star.Router
+	found := func() map[string]Finding { return by(host(t, ns)) }
+	for range 100 { // until the first datagram is there
+		if strings.Contains(found()["rules"].What, "each of 2 flows") {
+			break
+		}
+	}
+	f := found()
+	if x := f["rules-to-nobody"]; !strings.Contains(x.What, " leads to 198.51.100.99, which does not answer on backends (INCOMPLETE): 1 flow unanswered") || x.Level != Warn {
+		t.Errorf("%+v", x)
+	}
+	if x := f["rules-shadowed"]; !strings.HasPrefix(x.What, "1 rule is never met: inet flowsweep-test forwards handle ") || strings.Count(x.What, "203.0.113.10") != 2 || x.Level != Warn {
+		t.Errorf("%+v", x)
 	}
 }
 

@@ -5,8 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
+	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -106,18 +109,39 @@ func (l *live) Rules(ctx context.Context, limit int) (*Ruleset, error) {
 	if j.Generation() == 0 {
 		return nil, ruleset.ErrNoNFT
 	}
+	unanswered := map[netip.Addr]Nobody{}
 	err = l.Sample(ctx, limit, func(f *conntrack.Flow) {
-		switch j.Judge(f).Verdict {
+		switch v := j.Judge(f); v.Verdict {
 		case ruleset.NotJudged, ruleset.OtherZone, ruleset.Expected:
 			return
 		case ruleset.MayPass, ruleset.Unpredictable, ruleset.UnknownTranslator:
 			r.Doubted++
+		case ruleset.Right:
+			if f.Translated() && !f.Replied() {
+				x := unanswered[f.Reply.Src]
+				x.To, x.Flows = f.Reply.Src, x.Flows+1
+				if x.By == (ruleset.Rule{}) {
+					x.By = v.By
+				}
+				unanswered[x.To] = x
+			}
 		}
 		r.Flows++
 	})
+	if err != nil {
+		return nil, err
+	}
+	// Where that cannot be asked, nothing is told of it.
+	silent, _ := Silent(ctx, l.namespace, slices.Collect(maps.Keys(unanswered)))
+	for _, a := range slices.SortedFunc(maps.Keys(silent), netip.Addr.Compare) {
+		x := unanswered[a]
+		x.Where = silent[a]
+		r.Nobody = append(r.Nobody, x)
+	}
 	// Only now: it decodes every rule, of which the flows need few.
 	r.NotUnderstood = j.Rules().NotUnderstood()
-	return r, err
+	r.Shadowed = j.Rules().Shadowed()
+	return r, nil
 }
 
 const (
