@@ -228,7 +228,7 @@ func (e *explaining) sameSocket(cmd *cobra.Command, w *world, s *shortFlow, what
 	none := fmt.Sprintf("no flow %s in %s", what, e.where())
 	if found > 0 {
 		none += fmt.Sprintf(", but %s from the same socket to elsewhere: a balancer at the socket may have chosen where "+
-			"(see socket-balancers of \"flowsweep doctor\")", plural(found, "flow"))
+			"(see socket-balancer of \"flowsweep doctor\")", plural(found, "flow"))
 	}
 	return &exitError{exitFailed, errors.New(none)}
 }

@@ -518,12 +518,12 @@ func TestChecks(t *testing.T) {
 			"", "rules-elsewhere", Info, "NAT rules in /run/netns/b; not all were looked into", false,
 		},
 
-		{"no program", nil, nil, "", "socket-balancers", OK, "no BPF program at connect or sendmsg of the cgroup root", false},
+		{"no program", nil, nil, "", "socket-balancer", OK, "no BPF program at connect or sendmsg of the cgroup root", false},
 		{
 			"programs", nil, kernel(func(k *fake) { k.hooks = []string{"connect4", "sendmsg6"} }),
-			"", "socket-balancers", Info, "BPF programs at connect4, sendmsg6 of the cgroup root /sys/fs/cgroup", false,
+			"", "socket-balancer", Info, "BPF programs at connect4, sendmsg6 of the cgroup root /sys/fs/cgroup", false,
 		},
-		{"programs may not be asked for", nil, kernel(func(k *fake) { k.hooksErr = errDenied }), "", "socket-balancers", Info, "it takes CAP_NET_ADMIN", true},
+		{"programs may not be asked for", nil, kernel(func(k *fake) { k.hooksErr = errDenied }), "", "socket-balancer", Info, "it takes CAP_NET_ADMIN", true},
 		{"elsewhere may not be looked", nil, kernel(func(k *fake) { k.natErr = errDenied }), "", "rules-elsewhere", Info, "not checked", true},
 
 		{"no IPVS", nil, nil, "", "ipvs", OK, "not in use", false},

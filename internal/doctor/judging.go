@@ -188,7 +188,7 @@ var otherRules = check{
 }
 
 var sockets = check{
-	id: "socket-balancers",
+	id: "socket-balancer",
 	why: "what a program chooses for a socket is no translation that conntrack could show: " +
 		"the flow goes from the client to the backend, and cannot be judged or repaired here",
 	run: func(_ context.Context, e *exam) []Finding {
