@@ -39,7 +39,7 @@ func (c *chain) writes() bool {
 	some := func(x *chain) bool { return x.tooLong || x.some(mayWrite) }
 	for _, x := range c.table.chains {
 		if some(x) { // else nothing need be decoded
-			return slices.ContainsFunc(reachable(c.table, c), some)
+			return slices.ContainsFunc(reachable(c.table, []*chain{c}), some)
 		}
 	}
 	return false

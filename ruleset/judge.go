@@ -97,6 +97,7 @@ type Judge struct {
 	conn    *Conn
 	host    Host
 	netHost *NetHost // to be closed
+	older   older    // kept, so that judging allocates nothing
 
 	mu       sync.Mutex
 	rules    *Ruleset
@@ -687,8 +688,8 @@ func (j *Judge) through(v view, f *conntrack.Flow) (Host, Origin) {
 	case viewEither:
 		return j.host.Certain(), Unsure
 	case viewOlder:
-		h := older{j.host.Certain(), j.host}
-		return h, h.Sent(f.Orig.Src)
+		j.older = older{j.host.Certain(), j.host}
+		return &j.older, j.older.Sent(f.Orig.Src)
 	case viewCertain:
 		h := j.host.Certain()
 		return h, h.Sent(f.Orig.Src)

@@ -306,7 +306,7 @@ func (m *model) list(wanted func(*table) bool) []*table {
 
 // reachable returns the chains of a table that packets may come to from some of
 // them, these included, in no particular order. It decodes all their rules.
-func reachable(t *table, from ...*chain) []*chain {
+func reachable(t *table, from []*chain) []*chain {
 	var list []*chain
 	seen := map[*chain]bool{}
 	add := func(c *chain) {

@@ -356,7 +356,7 @@ func (r *Ruleset) NotUnderstood() []Step {
 	defer r.mu.Unlock()
 	var list []Step
 	for _, t := range r.model.relevant() {
-		for _, c := range reachable(t, t.bases()...) {
+		for _, c := range reachable(t, t.bases()) {
 			if c.tooLong {
 				list = append(list, Step{Rule: ruleAt{chain: c}.rule(), Effect: whyLong})
 			}

@@ -42,7 +42,7 @@ func (r *Ruleset) Shadowed(by ...Rule) []Shadow {
 	s := shading{facts: map[*rule]*matching{}, altered: map[*chain]bool{}, steps: maxShadowSteps}
 	var list []Shadow
 	for _, t := range r.model.relevant() {
-		chains := reachable(t)
+		chains := reachable(t, t.bases())
 		slices.SortFunc(chains, func(a, b *chain) int { return cmp.Compare(a.name, b.name) })
 		for _, c := range chains {
 			if len(by) == 0 || slices.ContainsFunc(by, func(x Rule) bool { return x.Chain == c.name }) {
@@ -333,7 +333,7 @@ func (s *shading) of(r *rule) *matching {
 		case *verdictOp, *natOp, *redirOp, *xtNat:
 			m.does = o
 			return m
-		case *anyOp:
+		case *anyOp, *writeOp:
 			m.opaque, m.sure, m.does = true, false, o
 			return m
 		default: // not understood, or otherwise with each packet
