@@ -28,11 +28,19 @@ func (d *deleted) add(f *conntrack.Flow) {
 
 // back looks once, after a moment, which of the flows are there again as they were
 // and stale again. Deleting them has helped nobody: what made them is still there.
-func (d deleted) back(ctx context.Context, conn *conntrack.Conn, judge sweep.Judge, s *summary) error {
+// What late answers have made of them is deleted; of that, late are gone.
+func (d deleted) back(ctx context.Context, conn *conntrack.Conn, sw *sweep.Sweeper, late int, s *summary) error {
 	select {
 	case <-ctx.Done():
 		return nil // all was done
 	case <-time.After(comesBackIn):
+	}
+	n, err := sw.Late.Clean(ctx, conn)
+	if err != nil {
+		return err
+	}
+	if late += n; late > 0 {
+		s.note("late-answers", fmt.Sprintf("deleted %s more, which a late answer to a deleted one had begun", plural(late, "flow")))
 	}
 	var first conntrack.Flow
 	for i := range d {
@@ -42,7 +50,7 @@ func (d deleted) back(ctx context.Context, conn *conntrack.Conn, judge sweep.Jud
 		}
 		const busy = conntrack.StatusOffload | conntrack.StatusHWOffload // not deleted
 		if !ok || now.Status&busy != 0 || now.Reply.Src != d[i].Reply.Src || now.Reply.SrcPort != d[i].Reply.SrcPort ||
-			judge.Judge(&now).Action != frontend.Delete {
+			sw.Judge.Judge(&now).Action != frontend.Delete {
 			continue
 		}
 		if s.CameBack++; s.CameBack == 1 {

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flowsweep/flowsweep/conntrack"
 	"github.com/flowsweep/flowsweep/internal/testnet/nstest"
 )
 
@@ -43,5 +44,88 @@ func TestCameBack(t *testing.T) {
 	out, code, stderr = runJSON(t, "plan", "--netns", router.Path(), "--state", state)
 	if code != 0 || out.Summary.Delete != 0 || noteOf(out, "came-back") != "" {
 		t.Errorf("exit %d, %+v\n%s", code, out.Summary, stderr)
+	}
+}
+
+// A userland proxy that answers once more after the delete begins a flow from the
+// frontend to the client, which would hold what the client sends.
+func TestLateAnswer(t *testing.T) {
+	client, router := newRouter(t)
+	if err := router.AddAddr("lo", netip.PrefixFrom(vips[0].Addr(), 32)); err != nil {
+		t.Fatal(err)
+	}
+	setNAT(t, router, forwarding{})
+	proxy, err := router.ListenUDP(vips[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer proxy.Close()
+	from := netip.MustParseAddrPort("192.0.2.2:40000")
+	c, err := client.DialUDP(from, vips[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	exchange := func() {
+		t.Helper()
+		if _, err := c.Write([]byte("?")); err != nil {
+			t.Fatal(err)
+		}
+		b := make([]byte, 16)
+		if _, _, err := proxy.ReadFromUDPAddrPort(b); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := proxy.WriteToUDPAddrPort([]byte("!"), from); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Read(b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	exchange()
+	setNAT(t, router, forwarding{vips[0]: backends[0]})
+	table, err := conntrack.Dial(conntrack.Config{NetNS: router.Path()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer table.Close()
+	flow := conntrack.Flow{
+		Family: conntrack.IPv4, Proto: conntrack.UDP,
+		Orig:  conntrack.Tuple{Src: from.Addr(), Dst: vips[0].Addr(), SrcPort: from.Port(), DstPort: vips[0].Port()},
+		Reply: conntrack.Tuple{Src: vips[0].Addr(), Dst: from.Addr(), SrcPort: vips[0].Port(), DstPort: from.Port()},
+	}
+	there := func() bool {
+		t.Helper()
+		_, ok, err := table.Get(t.Context(), flow)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return ok
+	}
+	answered := make(chan error, 1)
+	go func() {
+		for {
+			_, ok, err := table.Get(context.Background(), flow)
+			if err == nil && !ok {
+				_, err = proxy.WriteToUDPAddrPort([]byte("late"), from)
+				answered <- err
+				return
+			}
+			if err != nil {
+				answered <- err
+				return
+			}
+		}
+	}()
+	out, code, stderr := runJSON(t, "sweep", "--netns", router.Path())
+	if err := <-answered; err != nil {
+		t.Fatal(err)
+	}
+	const want = "deleted 1 flow more, which a late answer to a deleted one had begun"
+	if code != 0 || out.Summary.Deleted != 1 || noteOf(out, "late-answers") != want {
+		t.Errorf("exit %d, %+v\n%s", code, out.Summary, stderr)
+	}
+	if there() {
+		t.Error("the flow of the late answer is there")
 	}
 }

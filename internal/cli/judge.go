@@ -229,7 +229,7 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 	var werr error
 	var listed listed // a flow may be met by several passes
 	var gone deleted
-	sw := sweep.Sweeper{Conn: conn, Judge: w.judge(), DryRun: j.dryRun}
+	sw := sweep.Sweeper{Conn: conn, Judge: w.judge(), DryRun: j.dryRun, Late: &sweep.LateAnswers{}}
 	sw.OnFlow = func(f *conntrack.Flow, v frontend.Verdict) {
 		if v.Action == frontend.Delete && !j.dryRun {
 			gone.add(f)
@@ -250,7 +250,7 @@ func (j *judging) live(cmd *cobra.Command, w *world, out writer, s *summary) err
 	}
 	s.add(&r)
 	if err == nil && s.Deleted > 0 {
-		err = gone.back(ctx, conn, w.judge(), s)
+		err = gone.back(ctx, conn, &sw, r.Late, s)
 	}
 	if j.verbose {
 		for _, q := range r.Queries {

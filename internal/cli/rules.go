@@ -296,6 +296,7 @@ func oneAfterOther(first, second sweep.Report) sweep.Report {
 	sum.Queries = slices.Concat(first.Queries, second.Queries)
 	sum.Returned += first.Returned
 	sum.Malformed += first.Malformed
+	sum.Late += first.Late
 	sum.Duration += first.Duration
 	sum.Classes = maps.Clone(second.Classes)
 	for c, res := range first.Classes {
