@@ -129,6 +129,7 @@ type Agent struct {
 	disagrees map[string]*Disagreement // by frontend and backend
 	graves    map[frontend.Key]time.Time
 	doubts    doubts
+	forgot    time.Time // when doubts were
 	saved     saver
 	// doubtUntil: the first lists lacked most of what the state file told of.
 	doubtUntil time.Time
@@ -226,6 +227,7 @@ func (a *Agent) changed(ch frontend.Change) {
 	for _, k := range ch.Buried {
 		a.graves[k] = a.now()
 	}
+	a.doubts.renew(ch)
 	if a.ready {
 		a.watches.note(ch, a.now())
 	}
@@ -467,6 +469,8 @@ func (a *Agent) run(ctx context.Context, j *job) (p Pass) {
 	a.rest(j.start, reading+walking(&p.Report))
 	if p.Err == nil {
 		a.settle(j)
+	} else {
+		a.doubts.undo(j.start)
 	}
 	return p
 }
@@ -514,12 +518,23 @@ func (a *Agent) foundStale(j *job, f *conntrack.Flow, v frontend.Verdict) {
 			keys = append(keys, *k)
 		}
 	}
+	t := a.doubts[doubtOf(f)]
+	var next time.Time // to look whether it comes back
+	switch {
+	case t.least:
+		next = j.start.Add(confirmAfter)
+	case !j.trusted:
+		next = j.start.Add(t.wait)
+	}
 	for _, k := range keys {
 		if x := a.watches.keys[k]; !x.unasked {
 			x.lastStale = a.now()
 		}
-		if d := a.watches.found(k, f, v, j.start); d != nil {
+		if d := a.watches.found(k, sight{flow: f, verdict: v, pass: j.start, back: t.back}); d != nil {
 			a.disagree(d)
+		}
+		if next.After(j.start) {
+			a.watches.again(k, j.start, next, false)
 		}
 	}
 }
@@ -531,9 +546,12 @@ func (a *Agent) disagree(d *Disagreement) {
 		return
 	}
 	a.disagrees[id] = d
-	args := []any{"frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend, "passes", d.Passes, "flow", d.Evidence}
+	args := []any{"frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend}
 	if d.Rule != "" {
-		args = []any{"frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend, "rule", d.Rule, "since", d.Since}
+		args = append(args, "rule", d.Rule)
+	}
+	if args = append(args, "since", d.Since); d.Rule == "" {
+		args = append(args, "passes", d.Passes, "flow", d.Evidence)
 	}
 	a.log.Warn("ruleset-disagrees: the rules make a translation that is wrong by the desired state; "+
 		"is the service proxy running and up to date?", args...)
@@ -544,7 +562,11 @@ func (a *Agent) disagree(d *Disagreement) {
 
 // agrees ends a disagreement.
 func (a *Agent) agrees(d *Disagreement) {
-	delete(a.disagrees, d.Frontend+" "+d.Backend.String())
+	id := d.Frontend + " " + d.Backend.String()
+	if a.disagrees[id] == nil {
+		return // another watch has said so
+	}
+	delete(a.disagrees, id)
 	a.log.Info("ruleset agrees again", "frontend", d.Frontend, "owner", d.Owner, "backend", d.Backend)
 }
 
@@ -576,7 +598,10 @@ func (a *Agent) settle(j *job) {
 		}
 	}
 	now := a.now()
-	a.doubts.forget(now.Add(-2 * max(confirmAfter, a.cfg.FullPass)))
+	if now.Sub(a.forgot) >= returnMost {
+		a.forgot = now
+		a.doubts.forget(now.Add(-2 * max(returnMost, a.cfg.Window, a.cfg.FullPass)))
+	}
 	for k, gone := range a.graves {
 		// A proxy that is stuck may go on translating for a while after its
 		// service is gone, so tombstones outlive their window.

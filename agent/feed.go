@@ -228,7 +228,7 @@ func (f *feed) Fault(err error) {
 	switch {
 	case err == nil && f.fault != nil:
 		f.a.log.Info("source is well again", "source", f.name)
-		clear(f.a.doubts) // what looked wrong meanwhile is looked at anew
+		f.a.doubts.unsee() // what looked wrong meanwhile is looked at anew
 	case err == nil || f.fault != nil && (f.fault.Error() == err.Error() || f.a.now().Sub(f.faultSaid) < faultPause):
 	default:
 		f.faultSaid = f.a.now()

@@ -52,6 +52,30 @@ type bed struct {
 	agent  *agent.Agent
 	sink   source.Sink
 	commit func(backends ...netip.AddrPort) // the proxy: it writes rules
+	passes passes
+}
+
+// passes is an Observer that keeps when flows were deleted.
+type passes struct {
+	mu      sync.Mutex
+	deleted []time.Time // a pass that deleted one or more
+}
+
+func (p *passes) Pass(pass agent.Pass) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if pass.Report.Deleted > 0 {
+		p.deleted = append(p.deleted, pass.Start)
+	}
+}
+
+func (*passes) Settled(agent.Settled)        {}
+func (*passes) Disagrees(agent.Disagreement) {}
+
+func (p *passes) times() []time.Time {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.deleted)
 }
 
 // proxies are the ways in which rules get into the kernel.
@@ -64,36 +88,54 @@ var proxies = map[string]func(b *bed) func(...netip.AddrPort){
 			}
 		}
 	},
-	"iptables-nft": func(b *bed) func(...netip.AddrPort) {
-		restore, err := exec.LookPath("iptables-nft-restore")
-		if err != nil {
-			if os.Getenv(nstest.RequireEnv) == "1" {
-				b.t.Fatal(err)
-			}
-			b.t.Skip("needs the package iptables: ", err)
+	"iptables-nft": func(b *bed) func(...netip.AddrPort) { return restore(b, "iptables-nft-restore") },
+}
+
+// legacy is a proxy whose commits nobody can see and whose rules nobody reads.
+func legacy(b *bed) func(...netip.AddrPort) { return restore(b, "iptables-legacy-restore") }
+
+// restore writes rules of the hook prerouting alone.
+func restore(b *bed, program string) func(...netip.AddrPort) {
+	b.t.Helper()
+	restore, err := exec.LookPath(program)
+	if err != nil {
+		if os.Getenv(nstest.RequireEnv) == "1" {
+			b.t.Fatal(err)
 		}
-		return func(backends ...netip.AddrPort) {
-			b.t.Helper()
-			rules := "*nat\n:PREROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n:POSTROUTING ACCEPT [0:0]\n"
-			for _, to := range backends {
-				rules += fmt.Sprintf("-A PREROUTING -d %s/32 -p udp --dport %d -j DNAT --to-destination %s\n", vip.Addr(), vip.Port(), to)
-			}
-			cmd := exec.CommandContext(b.t.Context(), restore)
-			cmd.Stdin = strings.NewReader(rules + "COMMIT\n")
-			if err := b.net.Router.Do(func() error {
-				out, err := cmd.CombinedOutput()
-				if err != nil {
-					err = fmt.Errorf("%w: %s", err, out)
-				}
-				return err
-			}); err != nil {
-				b.t.Fatal(err)
-			}
+		b.t.Skip("needs the package iptables: ", err)
+	}
+	return func(backends ...netip.AddrPort) {
+		b.t.Helper()
+		// This rule has connections tracked when there is no other.
+		rules := "*nat\n:PREROUTING ACCEPT [0:0]\n:OUTPUT ACCEPT [0:0]\n:POSTROUTING ACCEPT [0:0]\n" +
+			"-A PREROUTING -d 192.0.2.254/32 -p udp --dport 9 -j DNAT --to-destination 198.51.100.254\n"
+		for _, to := range backends {
+			rules += fmt.Sprintf("-A PREROUTING -d %s/32 -p udp --dport %d -j DNAT --to-destination %s\n", vip.Addr(), vip.Port(), to)
 		}
-	},
+		cmd := exec.CommandContext(b.t.Context(), restore)
+		cmd.Stdin = strings.NewReader(rules + "COMMIT\n")
+		if err := b.net.Router.Do(func() error {
+			out, err := cmd.CombinedOutput()
+			if err != nil {
+				err = fmt.Errorf("%w: %s", err, out)
+			}
+			return err
+		}); err != nil {
+			b.t.Fatal(err)
+		}
+	}
 }
 
 func newBed(t *testing.T, proxy string, window time.Duration) *bed {
+	t.Helper()
+	return newBedWith(t, proxies[proxy], nil, window)
+}
+
+// newBedWith takes any proxy, and what makes the rules that the agent reads; nil:
+// it reads none.
+func newBedWith(t *testing.T, proxy func(b *bed) func(...netip.AddrPort), rules func(b *bed) agent.Rules,
+	window time.Duration,
+) *bed {
 	t.Helper()
 	b := &bed{t: t}
 	b.net = nstest.Star(t,
@@ -105,7 +147,7 @@ func newBed(t *testing.T, proxy string, window time.Duration) *bed {
 		}
 		nstest.Echo(t, b.net.Leaf("backends"), a)
 	}
-	b.commit = proxies[proxy](b)
+	b.commit = proxy(b)
 	b.commit(b1)
 	conn, err := conntrack.Dial(conntrack.Config{NetNS: b.net.Router.Path()})
 	if err != nil {
@@ -116,10 +158,15 @@ func newBed(t *testing.T, proxy string, window time.Duration) *bed {
 		t.Fatal(err)
 	}
 	src := told{make(chan source.Sink, 1)}
-	b.agent = agent.New(agent.Options{
+	options := agent.Options{
 		Conn: conn, Ruleset: agent.NewRuleset(gens, b.net.Router.Path()), Sources: []source.Source{src},
-		Config: agent.Config{Policy: frontend.DefaultPolicy, Window: window, FullPass: time.Hour, WalkBudget: 0.5},
-	})
+		Observers: []agent.Observer{&b.passes},
+		Config:    agent.Config{Policy: frontend.DefaultPolicy, Window: window, FullPass: time.Hour, WalkBudget: 0.5},
+	}
+	if rules != nil {
+		options.Rules = rules(b)
+	}
+	b.agent = agent.New(options)
 	ctx, cancel := context.WithCancel(context.Background())
 	var work sync.WaitGroup
 	work.Go(func() {
@@ -269,4 +316,74 @@ func measureRepair(b *bed, rounds int) {
 	}
 	slices.Sort(took)
 	t.Logf("repair after the commit, %d rounds, a datagram every 20 ms: median %s, worst %s", rounds, took[rounds/2], took[rounds-1])
+}
+
+// Rules that nobody can read make a translation that is wrong by the desired
+// state, whatever is deleted: it is deleted ever more rarely, and reported.
+func TestComesBack(t *testing.T) {
+	const window = 10 * time.Second
+	for name, tc := range map[string]struct {
+		play func(b *bed) (wrong netip.AddrPort)
+		// most is how many deletes there may be in a time.
+		most func(time.Duration) int
+	}{
+		"to a backend that has left": {
+			func(b *bed) netip.AddrPort {
+				b.sender()
+				b.sink.Set("dns", dns(b2))
+				return b1
+			}, backOff,
+		},
+		"to a backend that was never known, and answers": {
+			func(b *bed) netip.AddrPort {
+				b.commit(b3)
+				nstest.Send(b.t, b.net.Leaf("client"), netip.AddrPort{}, vip, 20*time.Millisecond)
+				return b3
+			},
+			func(d time.Duration) int { return 1 + int(d/time.Minute) },
+		},
+		"untranslated": {
+			func(b *bed) netip.AddrPort {
+				if err := b.net.Router.AddAddr("lo", netip.PrefixFrom(vip.Addr(), 32)); err != nil {
+					b.t.Fatal(err)
+				}
+				b.commit()
+				nstest.Send(b.t, b.net.Leaf("client"), netip.AddrPort{}, vip, 20*time.Millisecond)
+				b.sink.Set("dns", dns(b2))
+				return vip
+			}, backOff,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			b := newBedWith(t, legacy, nil, window)
+			wrong := tc.play(b)
+			b.await(func(st agent.Status) bool { return len(st.Disagrees) == 1 })
+			at := time.Now()
+			deleted := b.passes.times()
+			if len(deleted) == 0 {
+				t.Fatal("nothing was deleted")
+			}
+			after := at.Sub(deleted[0])
+			t.Logf("%d passes deleted in %s", len(deleted), after.Round(time.Second))
+			if most := tc.most(after); len(deleted) > most {
+				t.Errorf("%d passes deleted in %s, want %d at most", len(deleted), after, most)
+			}
+			d := b.agent.Status().Disagrees[0]
+			if d.Frontend != vip.String()+"/UDP" || d.Backend != wrong || d.Owner != "dns" || !strings.Contains(d.Evidence, "dport=53") {
+				t.Errorf("%+v", d)
+			}
+		})
+	}
+}
+
+// backOff is how many deletes there are in a time, one at its beginning and the
+// others 1, 2, 4, ... s apart.
+func backOff(d time.Duration) (n int) {
+	wait := time.Second
+	for n = 1; d >= wait; n++ {
+		d -= wait
+		wait = min(2*wait, time.Minute)
+	}
+	return n
 }

@@ -259,10 +259,13 @@ func (c cautious) Confirm() error {
 
 // leave leaves a flow that the rules would make again, and sees to it that it is
 // looked at when they change.
-func (c cautious) leave(f *conntrack.Flow, v frontend.Verdict) {
-	a := c.Agent
+func (c cautious) leave(f *conntrack.Flow, v frontend.Verdict, m ruleset.Again) {
+	a, x := c.Agent, doubtOf(f)
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	if m == ruleset.Always || a.doubts[x].deleted.Equal(c.job.start) {
+		delete(a.doubts, x) // it was not deleted, or is no wonder
+	}
 	keys := a.watches.find(f, a.table.Reaches)
 	if len(keys) == 0 {
 		if k := a.watchFound(c.job, f, v); k != nil {

@@ -120,6 +120,10 @@ type world struct {
 	faultTill time.Time
 	fullTill  time.Time
 	deletes   map[conntrack.Tuple][]time.Time
+	gone      map[doubt][]time.Time // deletes by translation, one for each moment
+	news      map[int][]time.Time   // when the agent was told of a service, began, or could not delete
+	answers   func(sender int) bool // whom backends answer; nobody answers what is untranslated
+	before    map[int][]byte        // known, while the agent is being told; nil: it is not
 	walks     int
 	wrong     error // an invariant that does not hold
 	stats     conntrack.DumpStats
@@ -130,8 +134,14 @@ func newWorld(trusted bool) *world {
 	return &world{
 		trusted: trusted, rules: map[int][]byte{}, flows: map[conntrack.Tuple]conntrack.Flow{},
 		known: map[int][]byte{}, ever: map[int]bool{}, deletes: map[conntrack.Tuple][]time.Time{},
+		gone: map[doubt][]time.Time{}, news: map[int][]time.Time{},
+		answers: nobody,
 	}
 }
+
+func nobody(int) bool       { return false }
+func everybody(int) bool    { return true }
+func everyOther(n int) bool { return n%2 == 1 }
 
 // deleted returns how many tuples were deleted.
 func (w *world) deleted() int {
@@ -164,10 +174,14 @@ func (w *world) send(service, sender int) {
 		to = simBackend(bs[int(w.next)%len(bs)])
 	}
 	w.ids++
-	w.flows[o] = conntrack.Flow{
+	f := conntrack.Flow{
 		Family: conntrack.IPv4, Proto: conntrack.UDP, ID: w.ids, Orig: o,
 		Reply: conntrack.Tuple{Src: to.Addr(), SrcPort: to.Port(), Dst: o.Src, DstPort: o.SrcPort},
 	}
+	if to != dst && w.answers(sender) {
+		f.Status |= conntrack.StatusSeenReply
+	}
+	w.flows[o] = f
 }
 
 func (w *world) commit(service int, backends []byte) {
@@ -179,9 +193,11 @@ func (w *world) commit(service int, backends []byte) {
 
 // right tells by what the source has told whether a flow may be kept, in the
 // plainest words.
-func (w *world) right(f *conntrack.Flow) bool {
+func (w *world) right(f *conntrack.Flow) bool { return w.rightBy(w.known, f) }
+
+func (w *world) rightBy(known map[int][]byte, f *conntrack.Flow) bool {
 	service := int(f.Orig.Dst.As4()[3])
-	backends, exists := w.known[service]
+	backends, exists := known[service]
 	translated := f.Reply.Src != f.Orig.Dst
 	switch {
 	case !exists:
@@ -196,6 +212,9 @@ func (w *world) broken() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if time.Now().Before(w.faultTill) {
+		for s := range simServices {
+			w.news[s] = append(w.news[s], time.Now())
+		}
 		return w.fault
 	}
 	return nil
@@ -241,7 +260,7 @@ func (w *world) Delete(_ context.Context, flows ...conntrack.Flow) (r conntrack.
 			r.Gone++
 			continue
 		}
-		if w.right(&now) {
+		if w.right(&now) && (w.before == nil || w.rightBy(w.before, &now)) {
 			w.fail("%s: deleted a flow that is right: %s", time.Now().Format(time.TimeOnly), &now)
 		}
 		backends := w.rules[int(now.Orig.Dst.As4()[3])]
@@ -254,6 +273,10 @@ func (w *world) Delete(_ context.Context, flows ...conntrack.Flow) (r conntrack.
 		}
 		delete(w.flows, f.Orig)
 		w.deletes[f.Orig] = append(w.deletes[f.Orig], time.Now())
+		x := doubtOf(&now)
+		if n := len(w.gone[x]); n == 0 || !w.gone[x][n-1].Equal(time.Now()) {
+			w.gone[x] = append(w.gone[x], time.Now())
+		}
 		r.Deleted++
 	}
 	return r, nil
@@ -337,14 +360,24 @@ func (r *simRun) stop() {
 // tell delivers one service.
 func (r *simRun) tell(service int) {
 	r.w.mu.Lock()
+	r.w.before = maps.Clone(r.w.known)
 	r.knows(service)
 	r.w.mu.Unlock()
 	r.sink.Set(fmt.Sprint("s", service), simFrontends(service, r.truth[service]))
+	r.told()
 }
 
-// knows notes that the agent is told of a service. Before it is, so that a
-// delete in between counts as wrong only where both states forbid it.
+func (r *simRun) told() {
+	r.w.mu.Lock()
+	r.w.before = nil
+	r.w.mu.Unlock()
+}
+
+// knows notes that the agent is told of a service. Before it is, and what it knew
+// before counts until it has been, so that a delete in between is wrong only where
+// both states forbid it.
 func (r *simRun) knows(service int) {
+	r.w.news[service] = append(r.w.news[service], time.Now())
 	if b := r.truth[service]; b != nil {
 		r.w.known[service], r.w.ever[service] = b, true
 	} else {
@@ -355,6 +388,7 @@ func (r *simRun) knows(service int) {
 func (r *simRun) resync() {
 	units := map[string][]frontend.Frontend{}
 	r.w.mu.Lock()
+	r.w.before = maps.Clone(r.w.known)
 	for s := range simServices {
 		r.knows(s)
 		if fs := simFrontends(s, r.truth[s]); fs != nil {
@@ -363,11 +397,13 @@ func (r *simRun) resync() {
 	}
 	r.w.mu.Unlock()
 	r.sink.Replace(units)
+	r.told()
 }
 
 // simulate plays a script and returns what did not hold.
 func simulate(t *testing.T, w *world, rules Rules, script []step, ranges ...netip.Prefix) error {
 	r := &simRun{w: w, rules: rules, ranges: ranges, state: filepath.Join(t.TempDir(), "state.json"), truth: map[int][]byte{}}
+	w.answers = everyOther
 	for s := range simServices { // a healthy world to begin with
 		r.truth[s] = []byte{1, 2}
 		w.commit(s, []byte{1, 2})
@@ -464,6 +500,9 @@ func simulate(t *testing.T, w *world, rules Rules, script []step, ranges ...neti
 			w.fail("%v was deleted %d times", o, len(times))
 		}
 	}
+	if rules == nil {
+		w.backsOff()
+	}
 	walks := w.walks
 	w.mu.Unlock()
 	time.Sleep(10 * time.Minute) // at rest only full passes are made
@@ -476,6 +515,30 @@ func simulate(t *testing.T, w *world, rules Rules, script []step, ranges ...neti
 	close(stop)
 	senders.Wait()
 	return w.wrong
+}
+
+// backsOff checks that what came back waited 1, 2, 4, ... 60 s for its next delete,
+// from one thing that the agent was told to the other. Once, the first commit after
+// that may have ended the wait.
+func (w *world) backsOff() {
+	for x, times := range w.gone {
+		news := w.news[int(x.frontend.Addr.As4()[3])]
+		var last time.Time
+		wait, early := time.Duration(0), 0
+		for _, at := range times {
+			told := slices.ContainsFunc(news, func(n time.Time) bool { return n.After(last) && !n.After(at) })
+			switch {
+			case told:
+				wait, early = 0, 0
+			case at.Sub(last) < wait-200*time.Millisecond: // a walk, and the rate of deletes
+				early++
+			}
+			if early > 1 {
+				w.fail("%v was deleted at %v", x, times)
+			}
+			last, wait = at, min(max(returnFirst, 2*wait), returnMost)
+		}
+	}
 }
 
 func TestSimulation(t *testing.T) {

@@ -24,9 +24,9 @@ import (
 //
 //	changed ──▶ watched ──(a window without stale flows)──▶ settled
 //	              │ ▲
-//	              └─┘ stale flows found: the window starts over; when the same
-//	                  wrong translation comes back for a whole window, the rules
-//	                  make it: disagrees, once a minute from then on
+//	              └─┘ stale flows found: the window starts over; what comes back
+//	                  after its delete waits ever longer (doubt.go); when the same
+//	                  wrong translation comes back for a whole window: disagrees
 const (
 	// timedFirst and timedMost bound the interval between passes where no
 	// ruleset generation can be trusted: 1, 2, 4, ... 32 s.
@@ -57,13 +57,16 @@ type watch struct {
 	opened  time.Time       // start of the window
 
 	lastStale time.Time // when a stale flow was found last; zero: never
+	others    time.Time // the pass that found one last that is not of the least certain
+	alone     bool      // the last wide pass found no such one
 
-	fresh     bool // changed since the last pass began
-	answered  bool // a pass has begun after the first commit that followed the change
-	unasked   bool // a full pass found something, and nobody knows of a change
+	fresh     bool      // changed since the last pass began
+	answered  bool      // a pass has begun after the first commit that followed the change
+	answer    time.Time // when that was
+	unasked   bool      // a full pass found something, and nobody knows of a change
 	lastPass  time.Time
 	lastGen   uint32
-	wideAt    time.Time     // when the wide pass after a commit is due; zero: none
+	wideAt    time.Time     // when the next wide pass is due, but for that; zero: not known
 	doubted   bool          // that is the second look at something that was in doubt
 	looked    bool          // twice, since the change
 	timed     time.Duration // interval to the next pass by time
@@ -79,11 +82,19 @@ type watch struct {
 	settled bool
 }
 
-// returning is a wrong translation that was deleted and came back.
+// returning is a wrong translation that passes find again and again.
 type returning struct {
 	since  time.Time
 	passes int
 	seen   time.Time
+}
+
+// sight is a stale flow as a pass has met it, begun at the time given.
+type sight struct {
+	flow    *conntrack.Flow
+	verdict frontend.Verdict
+	pass    time.Time
+	back    bool // the translation had been deleted, and came back
 }
 
 // Disagreement is a wrong translation that the rules make again and again.
@@ -171,7 +182,7 @@ func (w *watches) open(k frontend.Key, now time.Time) *watch {
 		x.unasked, x.changed = false, now
 	}
 	x.opened, x.fresh, x.answered, x.timed = now, true, false, timedFirst
-	x.doubted, x.looked = false, false
+	x.doubted, x.looked, x.alone = false, false, false
 	x.followed, x.behind, x.settled = time.Time{}, time.Time{}, false
 	w.fresh[k], w.lastOpened = x, now
 	return x
@@ -186,14 +197,21 @@ func (w *watches) openUnasked(k frontend.Key, pass time.Time, gen uint32) *watch
 	return x
 }
 
-// postpone takes a watch for not settled, and has a wide pass look at it again.
-func (w *watches) postpone(k frontend.Key, pass time.Time, pause time.Duration) {
+// again has a wide pass look at a watch, at a time after the present pass, unless
+// another one comes before. doubted: what it is to look at is in doubt.
+func (w *watches) again(k frontend.Key, pass, at time.Time, doubted bool) {
 	x := w.keys[k]
-	w.restart(x, pass)
-	if !x.wideAt.After(pass) {
-		x.wideAt = pass.Add(pause)
-		x.doubted = !x.looked
+	if x.wideAt.After(pass) && !at.Before(x.wideAt) {
+		return
 	}
+	x.wideAt, w.at = at, time.Time{}
+	x.doubted = doubted && !x.looked
+}
+
+// answers tells whether a pass is the first one after the first commit that
+// followed a change of one of the watches: the proxy's answer, perhaps.
+func (w *watches) answers(keys []frontend.Key, pass time.Time) bool {
+	return slices.ContainsFunc(keys, func(k frontend.Key) bool { return w.keys[k].answer.Equal(pass) })
 }
 
 // restart makes a watch's window begin with a pass that has found something.
@@ -217,23 +235,20 @@ func (w *watches) drop(k frontend.Key) {
 // come, and whether it is a wide one. gen is the ruleset's generation, trusted
 // whether it moves with every commit.
 func (x *watch) due(now time.Time, window time.Duration, gen uint32, trusted bool) (at time.Time, wide bool) {
-	end := roundUp(x.proof(window))
-	switch {
-	case x.fresh:
+	if x.fresh || trusted && gen != x.lastGen {
 		return now, false
-	case x.disagrees != nil && (x.disagrees.Rule == "" || gen == x.lastGen):
-		return roundUp(x.lastPass.Add(disagreePause)), true
-	case !trusted:
-		if at := roundUp(x.lastPass.Add(x.timed)); at.Before(end) {
-			return at, true
-		}
-		return end, true
-	case gen != x.lastGen:
-		return now, false
-	case !x.wideAt.IsZero() && x.wideAt.Before(end):
-		return roundUp(x.wideAt), true
 	}
-	return end, true
+	at = x.proof(window)
+	if x.disagrees != nil {
+		at = x.lastPass.Add(disagreePause)
+	}
+	if !trusted && (x.disagrees == nil || x.timed < timedMost) {
+		at = earlier(at, x.lastPass.Add(x.timed))
+	}
+	if !x.wideAt.IsZero() {
+		at = earlier(at, x.wideAt)
+	}
+	return roundUp(at), true
 }
 
 // proof is when a pass that finds nothing settles the watch, or ends it.
@@ -313,17 +328,21 @@ func (w *watches) all() map[frontend.Key]bool {
 func (w *watches) begin(keys map[frontend.Key]bool, now time.Time, gen uint32) {
 	for k, wide := range keys {
 		x := w.keys[k]
-		if x.lastPass.After(x.opened) {
+		if !x.fresh {
 			x.timed = min(2*x.timed, timedMost)
 		}
 		switch {
 		case wide:
 			x.looked = x.looked || x.doubted
 			x.wideAt, x.doubted = time.Time{}, false
-		case gen != x.lastGen && !x.lastPass.IsZero() && x.wideAt.IsZero():
-			x.wideAt = now.Add(wideAfter)
+		case gen != x.lastGen && !x.lastPass.IsZero():
+			if at := now.Add(wideAfter); x.wideAt.IsZero() || x.wideAt.After(at) {
+				x.wideAt = at
+			}
 		}
-		x.answered = x.answered || gen != x.lastGen && !x.lastPass.IsZero()
+		if !x.answered && gen != x.lastGen && !x.lastPass.IsZero() {
+			x.answered, x.answer = true, now
+		}
 		x.fresh, x.lastPass, x.lastGen = false, now, gen
 		delete(w.fresh, k)
 		due, _ := x.due(now, w.window, gen, w.trusted)
@@ -353,14 +372,15 @@ func (w *watches) find(f *conntrack.Flow, reaches func(frontend.Key, *conntrack.
 	return keys
 }
 
-// found notes a stale flow that a pass, begun at the time given, has found for a
-// watch, and returns a disagreement that this makes known.
-func (w *watches) found(k frontend.Key, f *conntrack.Flow, v frontend.Verdict, pass time.Time) *Disagreement {
+// found notes a stale flow for a watch, and returns a disagreement that this makes
+// known.
+func (w *watches) found(k frontend.Key, s sight) *Disagreement {
 	x := w.keys[k]
 	if x == nil {
 		return nil
 	}
-	w.restart(x, pass)
+	w.restart(x, s.pass)
+	f := s.flow
 	to := netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort)
 	if x.returning == nil {
 		x.returning = map[netip.AddrPort]*returning{}
@@ -370,28 +390,31 @@ func (w *watches) found(k frontend.Key, f *conntrack.Flow, v frontend.Verdict, p
 		if len(x.returning) >= 64 { // enough evidence for any report
 			return nil
 		}
-		r = &returning{since: pass}
+		r = &returning{since: s.pass}
 		x.returning[to] = r
 	}
-	if r.seen != pass {
-		r.seen = pass
+	if !r.seen.Equal(s.pass) {
+		r.seen = s.pass
 		r.passes++
 	}
-	if x.disagrees != nil {
-		if x.disagrees.Backend == to {
-			x.disagrees.Passes, x.disagrees.Evidence = r.passes, f.String()
+	if d := x.disagrees; d != nil {
+		if d.Backend == to && d.Rule == "" {
+			d.Passes, d.Evidence = r.passes, f.String()
 		}
 		return nil
 	}
-	if r.passes >= disagreePasses && pass.Sub(r.since) >= w.window {
-		x.disagrees = &Disagreement{
-			Frontend: frontend.Key{Addr: f.Orig.Dst, Proto: f.Proto, Ports: frontend.Port(f.Orig.DstPort)}.String(),
-			Owner:    v.Owner, Backend: to, Since: r.since, Passes: r.passes, Evidence: f.String(),
-			Kind: v.Kind,
-		}
-		return x.disagrees
+	switch known := r.since.Add(w.window); {
+	case !s.back || r.passes < disagreePasses:
+		return nil
+	case s.pass.Before(known):
+		w.again(k, s.pass, known, false)
+		return nil
 	}
-	return nil
+	x.disagrees = &Disagreement{
+		Frontend: flowKey(f).String(), Owner: s.verdict.Owner, Kind: s.verdict.Kind,
+		Backend: to, Since: r.since, Passes: r.passes, Evidence: f.String(),
+	}
+	return x.disagrees
 }
 
 // end closes a pass that was carried out whole: what did not come back is
@@ -402,8 +425,10 @@ func (w *watches) end(keys map[frontend.Key]bool, pass time.Time) (settled []set
 		if x == nil || !wide {
 			continue
 		}
+		x.alone = !x.others.Equal(pass)
 		for to, r := range x.returning {
-			if r.seen != pass {
+			// What was deleted comes back with the next packet, whenever that is.
+			if !r.seen.Equal(pass) && pass.Sub(r.seen) >= min(w.window, disagreePause) {
 				delete(x.returning, to)
 				if x.disagrees != nil && x.disagrees.Backend == to {
 					cleared = append(cleared, x.disagrees)
