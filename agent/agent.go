@@ -550,7 +550,7 @@ func (a *Agent) disagree(d *Disagreement) {
 	if d.Rule != "" {
 		args = append(args, "rule", d.Rule)
 	}
-	if args = append(args, "since", d.Since); d.Rule == "" {
+	if args = append(args, "since", d.Since); !d.byRule() {
 		args = append(args, "passes", d.Passes, "flow", d.Evidence)
 	}
 	a.log.Warn("ruleset-disagrees: the rules make a translation that is wrong by the desired state; "+

@@ -201,11 +201,15 @@ func (c cautious) Judge(f *conntrack.Flow) frontend.Verdict {
 	}
 	switch m, by := c.rules(f); m {
 	case ruleset.Always:
-		c.leave(f, v, m)
+		rule := by
+		if by == ruleset.Untranslating {
+			rule = ""
+		}
+		c.leave(f, v, m, rule)
 		v.Action, v.Reason, v.Why = frontend.Keep, frontend.RulesetDisagrees, by
 		return v
 	case ruleset.Moved: // a pass by the new ones follows at once
-		c.leave(f, v, m)
+		c.leave(f, v, m, "")
 	case ruleset.Never, ruleset.Untold:
 		if !c.waits(f, v, m) {
 			return v
@@ -226,6 +230,9 @@ func (c cautious) waits(f *conntrack.Flow, v frontend.Verdict, m ruleset.Again) 
 		return false // as others like it
 	}
 	keys := a.watches.find(f, a.table.Reaches)
+	if m == ruleset.Never {
+		a.watches.unmade(keys, x.backend, a.agrees)
+	}
 	known := func(k frontend.Key) bool { return a.watches.keys[k].lost(x.backend, f.Orig.DstPort) }
 	doubted := confirmAfter
 	least := false

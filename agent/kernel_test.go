@@ -20,6 +20,7 @@ import (
 	"github.com/flowsweep/flowsweep/internal/nft"
 	"github.com/flowsweep/flowsweep/internal/testnet"
 	"github.com/flowsweep/flowsweep/internal/testnet/nstest"
+	"github.com/flowsweep/flowsweep/ruleset"
 	"github.com/flowsweep/flowsweep/source"
 )
 
@@ -386,4 +387,40 @@ func backOff(d time.Duration) (n int) {
 		wait = min(2*wait, time.Minute)
 	}
 	return n
+}
+
+// readRules has an agent read the rules, as the program does.
+func readRules(b *bed) agent.Rules {
+	b.t.Helper()
+	j, err := ruleset.NewJudge(b.t.Context(), ruleset.Config{NetNS: b.net.Router.Path()})
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	b.t.Cleanup(func() { _ = j.Close() })
+	return &ruleset.Verdicts{Rules: j, Policy: frontend.Policy{UDP: frontend.All, TCP: frontend.All, SCTP: frontend.All}}
+}
+
+// A plain router translates in the hook prerouting alone, so that its rules do
+// nothing with what it sends itself, and what they do with a destination is not
+// one thing. A flow that they would make again, wrongly, tells all the same.
+func TestDisagreesOnARouter(t *testing.T) {
+	t.Parallel()
+	b := newBedWith(t, proxies["iptables-nft"], readRules, 5*time.Second)
+	s := b.sender()
+	b.sink.Set("dns", dns(b2)) // the rules go on saying b1
+	b.await(func(st agent.Status) bool { return len(st.Disagrees) == 1 })
+	d := b.agent.Status().Disagrees[0]
+	if d.Frontend != vip.String()+"/UDP" || d.Backend != b1 || d.Owner != "dns" ||
+		!strings.Contains(d.Evidence, "dport=53") || !strings.HasPrefix(d.Rule, "ip nat PREROUTING handle ") {
+		t.Errorf("%+v", d)
+	}
+	if tally, err := s.Sample(t.Context(), 20); err != nil || tally.From[b1] != tally.Sent {
+		t.Errorf("the rules say %s: %s, %v", b1, tally, err)
+	}
+	if n := b.passes.times(); n != nil {
+		t.Errorf("deleted at %v what the rules make again", n)
+	}
+	b.commit(b2)
+	b.answered(s, b2)
+	b.await(func(st agent.Status) bool { return len(st.Disagrees) == 0 && st.UnsettledTotal == 0 })
 }

@@ -223,7 +223,7 @@ func (a *Agent) noteFollows(k frontend.Key, s following, pass time.Time) {
 		}
 	}
 	a.watches.at = time.Time{}
-	if d := x.disagrees; d != nil && d.Rule != "" && (!s.known || !s.behind || s.to != d.Backend) {
+	if d := x.disagrees; d != nil && d.byRule() && (!s.known || !s.behind || s.to != d.Backend) {
 		x.disagrees = nil
 		a.agrees(d)
 	}
@@ -258,8 +258,11 @@ func (c cautious) Confirm() error {
 }
 
 // leave leaves a flow that the rules would make again, and sees to it that it is
-// looked at when they change.
-func (c cautious) leave(f *conntrack.Flow, v frontend.Verdict, m ruleset.Again) {
+// looked at when they change. When that is so for a whole window, they disagree:
+// not every outcome can be told by the destination alone (rules of the hook
+// prerouting, say, do nothing with what this host sends), so that a flow may know
+// more than the comparison with a frontend. The rule is "" where none makes it.
+func (c cautious) leave(f *conntrack.Flow, v frontend.Verdict, m ruleset.Again, rule string) {
 	a, x := c.Agent, doubtOf(f)
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -273,7 +276,14 @@ func (c cautious) leave(f *conntrack.Flow, v frontend.Verdict, m ruleset.Again) 
 		}
 	}
 	for _, k := range keys {
-		a.watches.restart(a.watches.keys[k], c.job.start)
+		if m == ruleset.Moved {
+			a.watches.restart(a.watches.keys[k], c.job.start)
+			continue
+		}
+		s := sight{flow: f, verdict: v, pass: c.job.start, left: true, rule: rule}
+		if d := a.watches.found(k, s); d != nil {
+			a.disagree(d)
+		}
 	}
 }
 

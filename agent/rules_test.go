@@ -290,6 +290,96 @@ func TestExactDisagreementWithoutFlows(t *testing.T) {
 	})
 }
 
+// oneHook are rules of one hook: what they do with a destination, wherever packets
+// come from, is not one thing.
+type oneHook struct{ *simRules }
+
+func (r oneHook) Outcome(d ruleset.Destination) *ruleset.Outcome {
+	o := r.simRules.Outcome(d)
+	o.Untranslated = true
+	return o
+}
+
+// Where a frontend cannot be held against the rules, its flows tell: what is left
+// for a whole window, since the rules would make it again, is a disagreement. It
+// ends with the rules, or with the flow.
+func TestExactDisagreementByFlow(t *testing.T) {
+	for name, tc := range map[string]struct {
+		rules []byte
+		to    netip.AddrPort
+	}{
+		"to a wrong backend": {[]byte{1}, simBackend(1)},
+		"untranslated":       {nil, simVIP(0)},
+	} {
+		for end, flowEnds := range map[string]bool{"the rules follow": false, "the flow ends": true} {
+			t.Run(name+", "+end, func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					w := newWorld(true)
+					w.exact = true
+					oneService(t, w, w, oneHook{newSimRules(w, 0)}, func(r *simRun, a *Agent, o *observed) {
+						time.Sleep(2 * simWindow)
+						w.commit(0, tc.rules)
+						w.mu.Lock()
+						clear(w.flows)
+						w.mu.Unlock()
+						time.Sleep(2 * simPace)
+						r.truth[0] = []byte{2}
+						r.tell(0)
+						time.Sleep(simWindow / 2)
+						if s := a.Status(); len(s.Disagrees) != 0 {
+							t.Errorf("half a window later: %+v", s.Disagrees[0])
+						}
+						time.Sleep(2*simWindow - simWindow/2 + 5*time.Second) // one may go by until it is met
+						s := a.Status()
+						if len(s.Disagrees) != 1 || s.Disagrees[0].Backend != tc.to || s.Disagrees[0].Evidence == "" {
+							t.Fatalf("disagreements: %+v", s.Disagrees)
+						}
+						w.mu.Lock()
+						walks := w.walks
+						w.mu.Unlock()
+						time.Sleep(10 * time.Minute)
+						w.mu.Lock()
+						if n := w.walks - walks; n > 11 {
+							t.Errorf("%d walks in ten minutes of disagreement, want one a minute", n)
+						}
+						w.mu.Unlock()
+						if n := w.deleted(); n != 0 {
+							t.Errorf("%d flows were deleted while the rules made them", n)
+						}
+						wait, want := wideAfter+1100*time.Millisecond, 1 // the poll has slowed down
+						if flowEnds {
+							w.mu.Lock()
+							clear(w.flows)
+							w.fullTill = time.Now().Add(time.Hour) // and none begins
+							w.mu.Unlock()
+							wait, want = disagreePause+time.Second, 0
+						} else {
+							w.commit(0, []byte{2})
+						}
+						time.Sleep(wait)
+						if n := w.deleted(); n != want {
+							t.Errorf("%d flows were deleted, want %d", n, want)
+						}
+						if s := a.Status(); len(s.Disagrees) != 0 {
+							t.Errorf("it still disagrees: %+v", s.Disagrees[0])
+						}
+						time.Sleep(2 * simWindow)
+						if s := a.Status(); s.UnsettledTotal != 0 {
+							t.Errorf("not settled: %+v", s.Unsettled)
+						}
+						o.mu.Lock()
+						defer o.mu.Unlock()
+						if len(o.disagrees) != 1 {
+							t.Errorf("told of %d disagreements, want 1", len(o.disagrees))
+						}
+					})
+					w.verify(t)
+				})
+			})
+		}
+	}
+}
+
 // Without a source the rules are what is desired, also of before a restart.
 func TestByRules(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -26,7 +26,8 @@ import (
 //	              │ ▲
 //	              └─┘ stale flows found: the window starts over; what comes back
 //	                  after its delete waits ever longer (doubt.go); when the same
-//	                  wrong translation comes back for a whole window: disagrees
+//	                  wrong translation comes back for a whole window, or is left
+//	                  for one since the rules would make it again: disagrees
 const (
 	// timedFirst and timedMost bound the interval between passes where no
 	// ruleset generation can be trusted: 1, 2, 4, ... 32 s.
@@ -43,8 +44,10 @@ const (
 	// disagreePause is the interval between passes for a frontend whose rules
 	// make what is wrong.
 	disagreePause = time.Minute
-	// disagreePasses is how many passes must find the same wrong translation.
+	// disagreePasses is how many passes must find the same wrong translation, and
+	// leftPasses how many where the rules are known to make it.
 	disagreePasses = 3
+	leftPasses     = 2
 )
 
 // everything is the watch that the agent begins with.
@@ -87,6 +90,7 @@ type returning struct {
 	since  time.Time
 	passes int
 	seen   time.Time
+	left   bool // it was left then, since the rules would make it again
 }
 
 // sight is a stale flow as a pass has met it, begun at the time given.
@@ -94,10 +98,13 @@ type sight struct {
 	flow    *conntrack.Flow
 	verdict frontend.Verdict
 	pass    time.Time
-	back    bool // the translation had been deleted, and came back
+	back    bool   // the translation had been deleted, and came back
+	left    bool   // it is left, since the rules would make it again
+	rule    string // which of them, where that is known
 }
 
-// Disagreement is a wrong translation that the rules make again and again.
+// Disagreement is a wrong translation that the rules make again and again, or
+// would make if it were deleted.
 type Disagreement struct {
 	Frontend string         `json:"frontend"`
 	Owner    string         `json:"owner"`
@@ -107,7 +114,12 @@ type Disagreement struct {
 	Evidence string         `json:"evidence"`       // one such flow, or what the rules may give
 	Rule     string         `json:"rule,omitempty"` // that makes it, where the rules could be read
 	Kind     frontend.Kind  `json:"-"`
+
+	left bool // flows tell of it that are left
 }
+
+// byRule tells whether the rules alone tell of it, flows or not.
+func (d *Disagreement) byRule() bool { return d.Rule != "" && !d.left }
 
 // watches is the set of what is not settled.
 type watches struct {
@@ -397,14 +409,15 @@ func (w *watches) found(k frontend.Key, s sight) *Disagreement {
 		r.seen = s.pass
 		r.passes++
 	}
+	r.left = s.left
 	if d := x.disagrees; d != nil {
-		if d.Backend == to && d.Rule == "" {
-			d.Passes, d.Evidence = r.passes, f.String()
+		if d.Backend == to && !d.byRule() {
+			d.Passes, d.Evidence, d.Rule, d.left = r.passes, f.String(), s.rule, s.left
 		}
 		return nil
 	}
 	switch known := r.since.Add(w.window); {
-	case !s.back || r.passes < disagreePasses:
+	case s.left && r.passes < leftPasses, !s.left && (!s.back || r.passes < disagreePasses):
 		return nil
 	case s.pass.Before(known):
 		w.again(k, s.pass, known, false)
@@ -412,9 +425,22 @@ func (w *watches) found(k frontend.Key, s sight) *Disagreement {
 	}
 	x.disagrees = &Disagreement{
 		Frontend: flowKey(f).String(), Owner: s.verdict.Owner, Kind: s.verdict.Kind,
-		Backend: to, Since: r.since, Passes: r.passes, Evidence: f.String(),
+		Backend: to, Since: r.since, Passes: r.passes, Evidence: f.String(), Rule: s.rule, left: s.left,
 	}
 	return x.disagrees
+}
+
+// unmade ends the disagreements of watches about a translation that was left and
+// that the rules do not make any more.
+func (w *watches) unmade(keys []frontend.Key, to netip.AddrPort, agrees func(*Disagreement)) {
+	for _, k := range keys {
+		x := w.keys[k]
+		if d := x.disagrees; d != nil && d.left && d.Backend == to {
+			x.disagrees, w.at = nil, time.Time{}
+			delete(x.returning, to)
+			agrees(d)
+		}
+	}
 }
 
 // end closes a pass that was carried out whole: what did not come back is
@@ -428,7 +454,7 @@ func (w *watches) end(keys map[frontend.Key]bool, pass time.Time) (settled []set
 		x.alone = !x.others.Equal(pass)
 		for to, r := range x.returning {
 			// What was deleted comes back with the next packet, whenever that is.
-			if !r.seen.Equal(pass) && pass.Sub(r.seen) >= min(w.window, disagreePause) {
+			if !r.seen.Equal(pass) && (r.left || pass.Sub(r.seen) >= min(w.window, disagreePause)) {
 				delete(x.returning, to)
 				if x.disagrees != nil && x.disagrees.Backend == to {
 					cleared = append(cleared, x.disagrees)
