@@ -204,6 +204,7 @@ func (a *Agent) setHost() {
 		h.Listed = append(h.Listed, f.host.Listed...)
 		h.Other = append(h.Other, f.host.Other...)
 		h.Pods = append(h.Pods, f.host.Pods...)
+		h.HostPortsUnknown = h.HostPortsUnknown || f.host.HostPortsUnknown
 	}
 	a.changed(a.table.SetHost(h))
 }

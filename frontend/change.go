@@ -86,6 +86,11 @@ func usableInside(claims []claim) bool {
 	})
 }
 
+// balanced tells whether a claim may have a host port beside it that is not known.
+func balanced(claims []claim) bool {
+	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign && c.balanced() })
+}
+
 // allows returns what may be deleted of the flows to all of the claims, at least
 // one of which is ours, under a policy.
 func allows(claims []claim, policy Sweep) Sweep {
@@ -136,6 +141,8 @@ func only(claims []claim, class func(claim) bool) (list []claim) {
 
 func (c *Change) compareClass(k Key, policy Sweep, before, after []claim) {
 	was, is := ours(before), ours(after)
+	// What held flows back that overlapping claims or tombstones allow.
+	freed := balanced(before) && !balanced(after)
 	s := Suspect{Key: k}
 	if is {
 		i := slices.IndexFunc(after, func(c claim) bool { return !c.Foreign })
@@ -144,11 +151,11 @@ func (c *Change) compareClass(k Key, policy Sweep, before, after []claim) {
 		s.Owner, s.Kind = before[0].Owner, before[0].Kind
 	}
 	switch {
-	case !was && is, is && allows(after, policy) > allows(before, policy):
+	case !was && is, is && (freed || allows(after, policy) > allows(before, policy)):
 		s.Cause = CauseNew
 		c.Suspects = append(c.Suspects, s)
 		return
-	case len(after) == 0 && len(before) > 0, was && !is && allows(before, policy) < All:
+	case len(after) == 0 && len(before) > 0, was && !is && (freed || allows(before, policy) < All):
 		// A foreign claim that goes counts too: it may have covered a tombstone
 		// for every address of this host. One of ours that leaves a foreign one
 		// behind may have held back what an overlapping one allows.

@@ -69,6 +69,9 @@ type Frontend struct {
 	// Inside is that for what this host and its own pods send, where it is another
 	// number: a traffic policy of which they are exempt.
 	Inside int
+	// Balanced marks an address that a load balancer's pod may serve too, by a host
+	// port where the address is this host's (k3s's svclb). LoadBalancerIPs all are.
+	Balanced bool
 	// Sweep, if set, is what may be deleted of its stale flows, instead of what
 	// the policy says of its protocol. Where several frontends match a flow, the
 	// one that allows least counts.
@@ -130,6 +133,8 @@ type Host struct {
 	Other []netip.Addr
 	// Pods are the ranges of the pods on this host.
 	Pods []netip.Prefix
+	// HostPortsUnknown says that there may be host ports of which no frontend tells.
+	HostPortsUnknown bool
 	// NodePorts are the proxy's node-port address ranges. Where any is given,
 	// node ports are served on the host's addresses inside the ranges of their
 	// family, and on all of them for a family that no range is given for. Some of

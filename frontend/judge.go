@@ -62,6 +62,7 @@ func (t *Table) judge(f *conntrack.Flow, ex *explainer) Verdict {
 const (
 	whyNodePort = "the proxy may or may not serve node ports on this address"
 	whyLoopback = "on loopback kube-proxy serves node ports in its mode iptables alone"
+	whyHidden   = "no Pods are known: a host port of this host may translate it"
 	whyExternal = "the proxy may have been told to serve no external addresses (AllowServiceExternalIPs)"
 )
 
@@ -84,9 +85,13 @@ type scene struct {
 	certain   bool      // one of ours is certainly served here
 	foreign   bool      // another proxy's
 
+	hidden   bool      // the destination may be served by a host port that is not known
+	balanced *Frontend // beside this one of ours
+
 	gone      bool // a tombstone matches
 	goneOwner string
 	goneKind  Kind
+	lbGone    bool // one of them is a load balancer's
 
 	policy  Sweep // of the protocol
 	sweep   Sweep // the least that what matches allows
@@ -101,6 +106,7 @@ func (t *Table) survey(s *scene, f *conntrack.Flow) {
 	if s.loop = !s.local && t.loops(dst); s.loop {
 		s.host.ports = uncertain
 	}
+	s.hidden = t.hidden && s.local && !s.host.was
 	t.surveyAt(s, dst, f)
 	if t.anyLocal > 0 && (s.local || s.loop) {
 		t.surveyAt(s, anyAddr(f.Family), f)
@@ -167,6 +173,9 @@ func (s *scene) add(e *entry) {
 		if s.first == nil {
 			s.first = fe
 			s.limited = false // what a tombstone allows does not matter any more
+		}
+		if s.hidden && fe.balanced() {
+			s.balanced = fe
 		}
 		s.limit(fe.Sweep)
 		s.backends = s.backends || fe.Valid.Len() > 0
@@ -235,6 +244,7 @@ func (s *scene) bury(owner string, k Kind, sweep *Sweep) {
 	if !s.gone {
 		s.gone, s.goneOwner, s.goneKind = true, owner, k
 	}
+	s.lbGone = s.lbGone || k == LoadBalancerIP
 }
 
 // limit takes note of what something that matches allows to be deleted.
@@ -253,36 +263,53 @@ func (s *scene) verdict(translated bool) Verdict {
 	}
 	switch {
 	case s.first == nil:
-		if s.gone && translated && !s.foreign {
-			return Verdict{Action: Delete, Reason: FrontendGone, Owner: s.goneOwner, Kind: s.goneKind}
+		if !s.gone || !translated || s.foreign {
+			return Verdict{Reason: NoFrontend}
 		}
-		return Verdict{Reason: NoFrontend}
+		v := Verdict{Action: Delete, Reason: FrontendGone, Owner: s.goneOwner, Kind: s.goneKind}
+		if s.hidden && s.lbGone {
+			v = unsure(v, whyHidden)
+		}
+		return v
 	case s.serving != nil:
 		// Also where the flow is untranslated: a backend at the frontend's own
 		// address and port (a host-network pod behind its node's address) is
 		// reached by a translation that changes nothing.
 		return say(Keep, Serving, s.serving)
-	case translated && s.backends:
-		return say(Delete, BackendGone, s.first)
 	case translated:
-		return say(Delete, NoBackends, s.first)
+		v := say(Delete, BackendGone, s.first)
+		if !s.backends {
+			v.Reason = NoBackends
+		}
+		if s.balanced != nil {
+			v.Owner, v.Kind = s.balanced.Owner, s.balanced.Kind
+			v = unsure(v, whyHidden)
+		}
+		return v
 	case s.usable != nil:
 		return say(Delete, Untranslated, s.usable)
 	case s.uncertain != nil && (!s.certain || s.perhaps):
-		v := say(Keep, UncertainAddr, s.uncertain)
+		v := say(Delete, Untranslated, s.uncertain)
 		switch {
 		case s.uncertain.Kind == ExternalIP:
-			v.Why = whyExternal
+			v = unsure(v, whyExternal)
 		case s.loop:
-			v.Why = whyLoopback
+			v = unsure(v, whyLoopback)
 		default:
-			v.Why = whyNodePort
+			v = unsure(v, whyNodePort)
 		}
-		if s.perhaps {
-			v.Else = Untranslated
+		if !s.perhaps { // nothing to translate it to, if it were
+			v.Else = NotSwept
 		}
 		return v
 	default:
 		return say(Keep, AwaitingBackend, s.first)
 	}
+}
+
+// unsure keeps what would be deleted.
+func unsure(v Verdict, why string) Verdict {
+	v.Else = v.Reason
+	v.Action, v.Reason, v.Why = Keep, UncertainAddr, why
+	return v
 }

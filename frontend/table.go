@@ -161,6 +161,8 @@ type Table struct {
 	pods  []netip.Prefix
 	// loopback are the ranges in which there may be node ports on loopback.
 	loopback []netip.Prefix
+	// hidden: there may be host ports that are not known.
+	hidden bool
 	// anyLocal counts the entries that stand for every address of this host.
 	anyLocal int
 	// scope counts the entries by family and protocol.
@@ -564,16 +566,17 @@ func (t *Table) SetHost(h Host) Change {
 	}
 	var left []netip.Addr
 	insiders := slices.ContainsFunc(h.Pods, func(p netip.Prefix) bool { return !slices.Contains(t.pods, p) })
-	for a, h := range now {
+	for a, is := range now {
 		old, ok := t.hosts[a]
-		if !ok || old != h {
+		if !ok || old != is || t.hidden && !h.HostPortsUnknown {
 			ch.Hosts = append(ch.Hosts, a)
 		}
-		insiders = insiders || !h.was && (!ok || old.was)
-		if old.ports == certain && h.ports == unserved {
+		insiders = insiders || !is.was && (!ok || old.was)
+		if old.ports == certain && is.ports == unserved {
 			left = append(left, a)
 		}
 	}
+	t.hidden = h.HostPortsUnknown
 	slices.SortFunc(ch.Hosts, netip.Addr.Compare)
 	loopback := h.loopback()
 	if slices.ContainsFunc(loopback, func(p netip.Prefix) bool { return !slices.Contains(t.loopback, p) }) {
@@ -651,6 +654,27 @@ func (t *Table) leave(addrs []netip.Addr, ch *Change) {
 func compareTombs(a, b Tombstone) int {
 	return cmp.Or(compareKeys(a.Key, b.Key), cmp.Compare(a.Kind, b.Kind), cmp.Compare(a.Owner, b.Owner))
 }
+
+// HostPortsMatter tells whether flows may be left since host ports are not known.
+func (t *Table) HostPortsMatter() bool {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	if !t.hidden {
+		return false
+	}
+	for k, e := range t.entries {
+		if h, ok := t.hosts[k.Addr]; !ok || h.was {
+			continue
+		}
+		if slices.ContainsFunc(e.claims, func(c claim) bool { return c.balanced() }) ||
+			slices.ContainsFunc(e.tombs, func(tomb Tombstone) bool { return tomb.Kind == LoadBalancerIP }) {
+			return true
+		}
+	}
+	return false
+}
+
+func (f *Frontend) balanced() bool { return f.Kind == LoadBalancerIP || f.Balanced }
 
 // Has tells whether a frontend of ours is reached at a key.
 func (t *Table) Has(k Key) bool {

@@ -432,6 +432,58 @@ func TestElse(t *testing.T) {
 	}
 }
 
+// Where host ports are not known, one of them may serve a load balancer's address
+// that is this host's (k3s's svclb).
+func TestHostPortsUnknown(t *testing.T) {
+	own, other := "192.0.2.1:53", vip
+	host := Host{Listed: []netip.Addr{ip("192.0.2.1")}, HostPortsUnknown: true}
+	external := at(own, ExternalIP, backends(alive), 1)
+	balanced := external
+	balanced.Balanced = true
+	for _, tc := range []struct {
+		name string
+		f    Frontend
+		to   string
+		gone bool
+		want string
+		then Reason
+	}{
+		{"a load balancer's", at(own, LoadBalancerIP, backends(alive), 1), dead, false, "keep uncertain-address", BackendGone},
+		{"a load balancer's, its backend", at(own, LoadBalancerIP, backends(alive), 1), alive, false, "keep serving", 0},
+		{"a load balancer's, untranslated", at(own, LoadBalancerIP, backends(alive), 1), own, false, "delete untranslated", 0},
+		{"a load balancer's without backends", at(own, LoadBalancerIP, Backends{}, 0), dead, false, "keep uncertain-address", NoBackends},
+		{"a load balancer's, gone", at(own, LoadBalancerIP, backends(alive), 1), dead, true, "keep uncertain-address", FrontendGone},
+		{"a load balancer's elsewhere", at(other, LoadBalancerIP, backends(alive), 1), dead, false, "delete backend-gone", 0},
+		{"a load balancer's elsewhere, gone", at(other, LoadBalancerIP, backends(alive), 1), dead, true, "delete frontend-gone", 0},
+		{"an external one of such a Service", balanced, dead, false, "keep uncertain-address", BackendGone},
+		{"an external one of another Service", external, dead, false, "delete backend-gone", 0},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			tab := NewTable(Options{Policy: DefaultPolicy})
+			tab.SetHost(host)
+			tab.Set("a", []Frontend{tc.f})
+			if tc.gone {
+				tab.Set("a", nil)
+			}
+			f := udp(netip.AddrPortFrom(tc.f.Addr, 53).String(), tc.to)
+			if v := tab.Judge(&f); v.String() != tc.want || v.Else != tc.then {
+				t.Errorf("%v, else %v, want %s, else %v", v, v.Else, tc.want, tc.then)
+			}
+			if m := tab.HostPortsMatter(); m != (tc.f.Addr == ip("192.0.2.1") && (tc.f.Kind == LoadBalancerIP || tc.f.Balanced)) {
+				t.Errorf("host ports matter: %t", m)
+			}
+			known := host
+			known.HostPortsUnknown = false
+			if ch := tab.SetHost(known); !slices.Equal(ch.Hosts, known.Listed) || tab.HostPortsMatter() {
+				t.Errorf("known: %+v", ch)
+			}
+			if v := tab.Judge(&f); v.Reason == UncertainAddr {
+				t.Errorf("known: %v", v)
+			}
+		})
+	}
+}
+
 func TestHostAddressLost(t *testing.T) {
 	tab := NewTable(Options{Policy: DefaultPolicy})
 	tab.SetHost(Host{Listed: []netip.Addr{ip("192.0.2.1"), ip("192.0.2.2")}})
@@ -553,7 +605,9 @@ type model struct {
 	tombs []Frontend // all that went and were not forgotten
 	host  map[netip.Addr]hostAddr
 	pods  []netip.Prefix
-	loops func(netip.Addr) bool // there may be node ports on this loopback address
+	// hidden: there may be host ports that are not known.
+	hidden bool
+	loops  func(netip.Addr) bool // there may be node ports on this loopback address
 
 	policy   Sweep // of UDP
 	services []netip.Prefix
@@ -676,7 +730,7 @@ func (m *model) allowed(f *Frontend) Sweep {
 }
 
 func (m *model) rule(fl *conntrack.Flow) (verdict string, limits, tombLimits []Sweep) {
-	var ours, foreign, tomb, hit, backends, usable, uncertainSeen, uncertainUsable, certainSeen bool
+	var balanced, lbTomb, ours, foreign, tomb, hit, backends, usable, uncertainSeen, uncertainUsable, certainSeen bool
 	for _, f := range m.claims() {
 		match, was, c := m.matches(&f, fl)
 		if !match {
@@ -702,6 +756,7 @@ func (m *model) rule(fl *conntrack.Flow) (verdict string, limits, tombLimits []S
 			continue
 		}
 		ours, limits = true, append(limits, m.allowed(&f))
+		balanced = balanced || f.Kind == LoadBalancerIP || f.Balanced
 		backends = backends || f.Valid.Len() > 0
 		has := f.Usable > 0 || f.Inside > 0 && m.inside(fl.Orig.Src)
 		if c == uncertain {
@@ -716,13 +771,18 @@ func (m *model) rule(fl *conntrack.Flow) (verdict string, limits, tombLimits []S
 		}
 		if match, _, _ := m.matches(&f, fl); match {
 			tomb, tombLimits = true, append(tombLimits, m.allowed(&f))
+			lbTomb = lbTomb || f.Kind == LoadBalancerIP
 		}
 	}
+	h, local := m.host[fl.Orig.Dst]
+	hidden := m.hidden && local && !h.was
 	if !ours && !tomb && !foreign && slices.ContainsFunc(m.services, func(p netip.Prefix) bool { return p.Contains(fl.Orig.Dst) }) {
 		tomb = !slices.ContainsFunc(m.claims(), func(f Frontend) bool { return f.Foreign && f.Addr == fl.Orig.Dst })
 	}
 	translated := netip.AddrPortFrom(fl.Reply.Src, fl.Reply.SrcPort) != netip.AddrPortFrom(fl.Orig.Dst, fl.Orig.DstPort)
 	switch {
+	case !ours && translated && tomb && !foreign && hidden && lbTomb, ours && !hit && translated && hidden && balanced:
+		return "keep uncertain-address", limits, tombLimits
 	case !ours && translated && tomb && !foreign:
 		return "delete frontend-gone", limits, tombLimits
 	case !ours:
@@ -776,10 +836,11 @@ func worldFlows() (flows []conntrack.Flow) {
 func genFrontend(t *rapid.T) Frontend {
 	f := Frontend{
 		Owner: rapid.SampledFrom([]string{"a", "b"}).Draw(t, "owner"), Proto: conntrack.UDP,
-		Kind:    rapid.SampledFrom([]Kind{Static, ClusterIP, ExternalIP, NodePort, HostPort}).Draw(t, "kind"),
+		Kind:    rapid.SampledFrom([]Kind{Static, ClusterIP, ExternalIP, LoadBalancerIP, NodePort, HostPort}).Draw(t, "kind"),
 		Usable:  rapid.IntRange(0, 1).Draw(t, "usable"),
 		Foreign: rapid.IntRange(0, 4).Draw(t, "foreign") == 0,
 	}
+	f.Balanced = f.Kind == ExternalIP && rapid.Bool().Draw(t, "balanced")
 	if f.Kind == NodePort {
 		f.Inside = rapid.IntRange(0, 2).Draw(t, "inside")
 	}
@@ -817,6 +878,7 @@ func genHost(t *rapid.T) (h Host) {
 	if rapid.IntRange(0, 3).Draw(t, "ranges") == 0 {
 		h.NodePorts = []netip.Prefix{netip.MustParsePrefix("192.0.2.2/32")}
 	}
+	h.HostPortsUnknown = rapid.IntRange(0, 2).Draw(t, "no Pods") == 0
 	if rapid.Bool().Draw(t, "pods") {
 		h.Pods = worldPods
 	}
@@ -863,7 +925,7 @@ func TestAgainstModel(t *testing.T) {
 			case 0:
 				ch = tab.SetHost(genHost(t))
 				m.setHost(tab.hosts) // the certainty of an address has a test of its own
-				m.pods = tab.pods
+				m.pods, m.hidden = tab.pods, tab.hidden
 			case 1:
 				var keys []Key
 				for _, tomb := range tab.Tombstones() {

@@ -50,4 +50,7 @@ type Host struct {
 	Other []netip.Addr
 	// Pods are the ranges of the pods on this host.
 	Pods []netip.Prefix
+	// HostPortsUnknown says that the source does not tell of host ports that there
+	// may be.
+	HostPortsUnknown bool
 }

@@ -225,6 +225,7 @@ func (in *inputs) loadState(cmd *cobra.Command) (*world, error) {
 			t.SetHost(withNode(host, in, before))
 			t.Replace(before.Units)
 		}
+		now.HostPortsUnknown = now.HostPortsUnknown && before.HostPortsUnknown
 		if before.NodeFound && !now.NodeFound {
 			// A Node object that is left out is no node without addresses.
 			now.NodeFound, now.NodeAddresses, now.PodRanges = true, before.NodeAddresses, before.PodRanges
@@ -241,6 +242,14 @@ func (in *inputs) loadState(cmd *cobra.Command) (*world, error) {
 		}
 		fmt.Fprintf(cmd.ErrOrStderr(), "flowsweep: warning: flows of vanished frontends are left alone, "+
 			"since what could not be read may hold them\n")
+	}
+	if w.table.HostPortsMatter() {
+		why := "no Pods in the state"
+		if in.node == "" {
+			why = "no node is named with --node, whose Pods they are of"
+		}
+		fmt.Fprintf(cmd.ErrOrStderr(), "flowsweep: warning: %s: host ports are not known; flows to load-balancer addresses "+
+			"of this host that go to no known backend are left (uncertain-address)\n", why)
 	}
 	if w.problems > 0 && in.strict {
 		return nil, &exitError{exitFailed, fmt.Errorf("--strict: %s in the state", plural(w.problems, "problem"))}
@@ -301,7 +310,7 @@ func (in *inputs) read(cmd *cobra.Command, names []string) (*static.State, error
 // withNode adds what the state says of this host. Without a Node object the
 // addresses that the user gave are those that the proxy serves node ports on.
 func withNode(h frontend.Host, in *inputs, s *static.State) frontend.Host {
-	h.Listed, h.Pods = slices.Clone(s.NodeAddresses), s.PodRanges
+	h.Listed, h.Pods, h.HostPortsUnknown = slices.Clone(s.NodeAddresses), s.PodRanges, s.HostPortsUnknown
 	if !s.NodeFound {
 		h.Listed = slices.Clone(h.Other[:len(in.nodeAddress)])
 	}

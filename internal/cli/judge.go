@@ -52,7 +52,7 @@ func newPlan() *cobra.Command {
 Without a desired state the NAT rules of this host decide, whoever wrote them: a
 flow is stale that the present rules could not have translated so.`,
 		Example: `  flowsweep plan
-  kubectl get services,endpointslices,nodes -A -o yaml | flowsweep plan --state - --node n1
+  kubectl get services,endpointslices,nodes,pods -A -o yaml | flowsweep plan --state - --node n1
   flowsweep plan --state svc.yaml --flows dump.txt -o json`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return j.run(cmd) },
 	}

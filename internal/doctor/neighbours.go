@@ -148,7 +148,7 @@ var knownProxies = []proxy{
 		},
 		"kube-proxy cleans stale UDP flows of its services by itself, but neither those of deleted services, " +
 			"nor of node ports on addresses that it does not list, nor of node ports without endpoints",
-		"give flowsweep the cluster's state: kubectl get services,endpointslices,nodes -A -o yaml | " +
+		"give flowsweep the cluster's state: kubectl get services,endpointslices,nodes,pods -A -o yaml | " +
 			"flowsweep plan --state - --node NAME",
 	},
 	{

@@ -85,6 +85,8 @@ func (b *builder) service(svc *corev1.Service, eps []*Slice) []frontend.Frontend
 				Inside:  inside,
 				Sweep:   own[proto],
 				Foreign: foreign,
+
+				Balanced: d.kind == frontend.ExternalIP && svc.Spec.Type == corev1.ServiceTypeLoadBalancer,
 			})
 		}
 	}

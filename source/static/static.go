@@ -64,6 +64,9 @@ type State struct {
 	NodeAddresses []netip.Addr
 	// PodRanges are the ranges of its pods.
 	PodRanges []netip.Prefix
+	// HostPortsUnknown says that there are Services, and no Pod or no name of a
+	// node, by which the host ports of their node would be known.
+	HostPortsUnknown bool
 
 	// Ignored is the number of objects of kinds that say nothing of frontends.
 	Ignored int
@@ -200,6 +203,7 @@ func (r *reader) build(node string) {
 			})
 		}
 	}
+	s.HostPortsUnknown = len(r.kubernetes.Services) > 0 && (len(r.kubernetes.Pods) == 0 || node == "")
 	if node == "" {
 		if hasHostPorts(r.kubernetes.Pods) {
 			s.Problems = append(s.Problems, Problem{

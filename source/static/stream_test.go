@@ -237,6 +237,33 @@ func TestNode(t *testing.T) {
 	}
 }
 
+// Host ports are not known where there are Services and no Pods, nor where nobody
+// says of which node they are.
+func TestHostPortsUnknown(t *testing.T) {
+	const (
+		node = `{"apiVersion":"v1","kind":"Node","metadata":{"name":"n1"}}` + "\n"
+		pod  = `{"apiVersion":"v1","kind":"Pod","metadata":{"name":"a"},"spec":{"nodeName":"n2"}}` + "\n"
+	)
+	for _, tt := range []struct {
+		name, node, in string
+		want           bool
+	}{
+		{"no Pods", "n1", node + svcJSON, true},
+		{"no Pods, no Node", "n1", svcJSON, true},
+		{"a Pod", "n1", node + svcJSON + pod, false},
+		{"a Pod, no Node", "n1", svcJSON + pod, false},
+		{"a Pod, and no name", "", node + svcJSON + pod, true},
+		{"nothing of Kubernetes", "n1", listA, false},
+		{"a Node alone", "n1", node, false},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			if s := read(t, tt.node, tt.in); s.HostPortsUnknown != tt.want {
+				t.Errorf("unknown: %t", s.HostPortsUnknown)
+			}
+		})
+	}
+}
+
 // TestBounds: a few lines must not stand for more than memory and time hold.
 func TestBounds(t *testing.T) {
 	bomb := "a0: &a0 [x, x]\n"

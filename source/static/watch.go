@@ -375,8 +375,10 @@ func (p *poller) judge() {
 		return
 	}
 	// First the addresses: what is judged by the new frontends needs them.
-	if p.hasHost = p.hasHost || state.NodeFound; p.hasHost {
-		p.sink.Host(source.Host{Listed: state.NodeAddresses, Pods: state.PodRanges})
+	if p.hasHost = p.hasHost || state.NodeFound || state.HostPortsUnknown; p.hasHost {
+		p.sink.Host(source.Host{
+			Listed: state.NodeAddresses, Pods: state.PodRanges, HostPortsUnknown: state.HostPortsUnknown,
+		})
 	}
 	p.sink.Replace(state.Units)
 	p.applied, p.partial = p.seen, nil

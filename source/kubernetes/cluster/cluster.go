@@ -48,7 +48,8 @@ type Config struct {
 	API *rest.Config
 	// Node is the name of the Node whose point of view it is. It must exist.
 	Node string
-	// HostPorts: watch the Node's Pods, whose host ports are frontends too.
+	// HostPorts: watch the Node's Pods, whose host ports are frontends too. Without,
+	// nobody knows whether a host port serves a load balancer's address.
 	HostPorts bool
 	// ServiceRanges: watch ServiceCIDRs (Kubernetes 1.33; where the API server
 	// does not know them there are none), in which what is no frontend is gone.
@@ -151,6 +152,10 @@ func (s *Source) Run(ctx context.Context, sink source.Sink) error {
 	ctx = klog.NewContext(ctx, klog.Logger{})
 	st := newState(s.cfg, sink)
 	s.state.Store(st)
+	if !s.cfg.HostPorts {
+		st.cfg.Log.Info("host ports are not known, since Pods are not watched (sources.kubernetes.hostPorts: false); " +
+			"flows to load-balancer addresses of this host that go to no known backend are left")
+	}
 	var work sync.WaitGroup
 	for _, k := range s.cfg.wanted() {
 		r := cache.NewReflectorWithOptions(

@@ -293,7 +293,9 @@ func (s *state) missingNode() error {
 }
 
 func (s *state) sendHost() {
-	s.sink.Host(source.Host{Listed: kubernetes.NodeAddresses(s.node), Pods: kubernetes.PodRanges(s.node)})
+	s.sink.Host(source.Host{
+		Listed: kubernetes.NodeAddresses(s.node), Pods: kubernetes.PodRanges(s.node), HostPortsUnknown: !s.cfg.HostPorts,
+	})
 }
 
 func (s *state) sendRanges() {
