@@ -200,7 +200,7 @@ func lookupSet(name string, attrs ...[]byte) []byte {
 }
 
 func (r *rig) ruleset() *Ruleset {
-	rs := &Ruleset{model: r.m}
+	rs := &Ruleset{model: r.m, effort: newEffort()}
 	rs.eval = eval{m: r.m, fetch: func(_ *table, s *set) (*elements, error) { return nil, errHuge }}
 	return rs
 }

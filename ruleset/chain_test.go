@@ -7,8 +7,10 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/flowsweep/flowsweep/conntrack"
+	"github.com/flowsweep/flowsweep/internal/uapi"
 )
 
 // Of a chain that is too long nothing is known; the others are judged as ever.
@@ -108,5 +110,85 @@ func TestByChain(t *testing.T) {
 				t.Error(got)
 			}
 		})
+	}
+}
+
+// Packets that take long have a share of the time, and others are followed as ever.
+func TestEffort(t *testing.T) {
+	r := newRig(t, IPv4)
+	r.base("pre", uapi.NfInetPreRouting, -100, uapi.NfAccept)
+	numgen := expr("numgen", num(uapi.NftaNgDreg, 1), num(uapi.NftaNgModulus, 4000))
+	r.rule("pre", payload(th, 2, 2), eq(0, 50), dnat("198.51.100.1:0"))
+	r.rule("pre", payload(nh, 12, 4), cmpTo(uapi.NftCmpNeq, 9, 9, 9, 9), payload(th, 2, 2), cmpTo(uapi.NftCmpGt, 1, 0),
+		numgen, numgen, numgen, eq(1, 2, 3, 4), accept())
+	rs := r.ruleset()
+	now := time.Now()
+	const left = 4 * maxSteps
+	rs.effort = &effort{left: left, now: func() time.Time { return now }}
+	j := &Judge{host: &knowing{}, rules: rs, seen: map[memoKey]struct{}{}}
+	steps := 0
+	outcome := func(port uint16, source byte) *Outcome {
+		f := flowOf("")
+		f.Orig.DstPort, f.Orig.Src = port, netip.AddrFrom4([4]byte{198, 18, 0, source})
+		rs.eval.limit, rs.eval.steps = 0, 0
+		o := j.outcome(f, viewLikely)
+		steps += rs.eval.limit - rs.eval.steps
+		return o
+	}
+	is := func(port uint16, source byte, want string) {
+		t.Helper()
+		if o := outcome(port, source); o.String() != want {
+			t.Errorf("port %d: %s, want %s", port, o, want)
+		}
+	}
+	const work, busy, cheap = "anything: " + whyWork, "anything: " + whyBusy, "198.51.100.1:50"
+	is(1000, 1, work)
+	before := steps
+	for source := range byte(200) { // the rule reads the source
+		is(1000, source, work)
+	}
+	if steps != before {
+		t.Errorf("%d steps for more packets to a destination that took too many", steps-before)
+	}
+	slow := 0
+	for port := range uint16(100) {
+		o := outcome(2000+port, 1)
+		if !o.Any {
+			t.Fatalf("port %d: %s", port, o)
+		}
+		if o.Why == whyWork {
+			slow++
+		}
+		is(50, byte(port), cheap)
+	}
+	if most := left + maxSteps + 200*(freeSteps+2); steps > most {
+		t.Errorf("%d steps, want at most %d", steps, most)
+	}
+	if slow < 2 || slow > 5 {
+		t.Errorf("%d packets were followed as far as one may be", slow)
+	}
+	is(2099, 2, busy)
+	now = now.Add(time.Second)
+	is(2099, 2, busy) // that destination has to wait
+	is(3000, 1, work)
+	k := memoKey{dst: dns().Dst.As16(), port: 2099, proto: dns().Proto, v4: true, origin: Foreign}
+	entry := j.memo.byDst[k]
+	if entry.until.Before(time.Now()) || entry.until.After(time.Now().Add(busyFor)) {
+		t.Errorf("it waits until %s", entry.until)
+	}
+	entry.until = time.Now().Add(-1)
+	j.memo.byDst[k] = entry
+	is(2099, 3, work)
+	now = now.Add(time.Hour)
+	rs.effort.refill()
+	if rs.effort.left != mostEffort {
+		t.Errorf("%d steps are left", rs.effort.left)
+	}
+	// A person may ask at any time.
+	rs.effort.left = -maxSteps
+	p := dns()
+	p.DstPort = 4000
+	if o, _ := rs.Explain(p, &knowing{}); o.Why != whyWork {
+		t.Error(o)
 	}
 }

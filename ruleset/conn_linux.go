@@ -30,6 +30,7 @@ type Conn struct {
 	namespace string
 	limits    limits
 	large     tooMuch
+	effort    *effort
 
 	mu  sync.Mutex
 	fd  int // -1 when closed
@@ -59,7 +60,7 @@ func (r *genRequest) take(typ uint16, _ Family, b []byte) error {
 // calling thread. Entering another one needs CAP_SYS_ADMIN, reading
 // CAP_NET_ADMIN, which shows with the first [Conn.Load].
 func Open(namespace string) (*Conn, error) {
-	c := &Conn{namespace: namespace, limits: usualLimits, buf: make([]byte, recvBuf)}
+	c := &Conn{namespace: namespace, limits: usualLimits, effort: newEffort(), buf: make([]byte, recvBuf)}
 	c.ask.req, c.ask.answer.each = generationRequest(), c.ask.take
 	var err error
 	if c.fd, err = dial(namespace); err != nil {

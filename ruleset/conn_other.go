@@ -14,6 +14,7 @@ var errUnsupported = fmt.Errorf("nftables needs Linux: %w", errors.ErrUnsupporte
 type Conn struct {
 	limits limits
 	large  tooMuch
+	effort *effort
 }
 
 // Open returns an error that is errors.ErrUnsupported.

@@ -29,6 +29,7 @@ const (
 // Why an outcome is anything.
 const (
 	whyWork    = "the packet would have to be followed through too many rules"
+	whyBusy    = "following packets through the rules has taken too long of late; this one is tried again in a while"
 	whyDepth   = "chains jump to each other too deep"
 	whyLong    = "a chain has more rules than are read"
 	whyTargets = "there are too many translations"
@@ -76,7 +77,8 @@ type eval struct {
 	th   header // the transport header
 
 	read  deps
-	steps int
+	limit int // of steps
+	steps int // that are left
 	done  []chainResult
 	cur   ruleAt // where the packet is
 
@@ -132,7 +134,7 @@ type frame struct {
 // start sets an evaluation up for a packet.
 func (e *eval) start(p Packet) {
 	e.p, e.v4 = p, p.Dst.Is4()
-	e.read, e.steps, e.why, e.err = 0, maxSteps, "", nil
+	e.read, e.steps, e.why, e.err = 0, e.limit, "", nil
 	e.drop, e.by, e.cur, e.trace = false, ruleAt{}, ruleAt{}, nil
 	e.to, e.many, e.done = e.to[:0], e.many[:0], e.done[:0]
 	e.nh, e.th = header{}, header{}
@@ -288,7 +290,7 @@ func (e *eval) follow(c *chain, depth int) chainResult {
 	for i := some.take(); i < len(rules); i = some.take() {
 		r := &rules[i]
 		if e.steps--; e.steps < 0 {
-			e.giveUp(whyWork)
+			e.giveUp(e.tooMuch())
 			return chainResult{}
 		}
 		if r.passes() {
@@ -309,6 +311,14 @@ func (e *eval) follow(c *chain, depth int) chainResult {
 	return res
 }
 
+// tooMuch is why a packet is given up that takes more steps than it has.
+func (e *eval) tooMuch() string {
+	if e.limit < maxSteps {
+		return whyBusy
+	}
+	return whyWork
+}
+
 func (e *eval) giveUp(why string) {
 	if e.why == "" {
 		e.why, e.by = why, e.cur
@@ -320,7 +330,7 @@ func (e *eval) giveUp(why string) {
 func (e *eval) exec(ops []op, r *regs, f *frame) {
 	for i, o := range ops {
 		if e.steps--; e.steps < 0 {
-			e.giveUp(whyWork)
+			e.giveUp(e.tooMuch())
 			return
 		}
 		met := yes
@@ -685,7 +695,7 @@ func (x *elements) mayFail(i int) bool { return i < len(x.unsafe) && x.unsafe[i]
 
 func (e *eval) spend(steps int, ok bool) {
 	if e.steps -= steps; !ok || e.steps < 0 {
-		e.giveUp(whyWork)
+		e.giveUp(e.tooMuch())
 	}
 }
 

@@ -49,7 +49,7 @@ func FuzzMessages(f *testing.F) {
 					}
 				}
 			}
-			rs := &Ruleset{model: m}
+			rs := &Ruleset{model: m, effort: newEffort()}
 			rs.eval = eval{m: m, fetch: func(*table, *set) (*elements, error) { return nil, errHuge }}
 			for _, p := range []Packet{dns(), dns6()} {
 				wide, narrow := rs.Outcome(p, Unknown{}), rs.Outcome(p, &knowing{inputs: map[netip.Addr]*Interfaces{
@@ -168,17 +168,8 @@ func TestHostile(t *testing.T) {
 			if !tt.any {
 				return
 			}
-			for range maxOverruns {
-				rs.Outcome(dns(), &knowing{})
-			}
-			start = time.Now()
-			for range 1000 {
-				if !rs.Outcome(dns(), &knowing{}).Any {
-					t.Error("not any any more")
-				}
-			}
-			if d := time.Since(start); d > time.Second {
-				t.Errorf("a thousand packets took %v after many were slow", d)
+			if o.Why != whyWork && o.Why != whyDepth {
+				t.Errorf("why: %s", o.Why)
 			}
 		})
 	}

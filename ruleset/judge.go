@@ -149,7 +149,12 @@ type sourceKey struct {
 type memoEntry struct {
 	deps deps     // what has to be looked up by sourceKey
 	out  *Outcome // nil if deps is not 0
+	// until is when a packet is tried again that there was no time for.
+	until time.Time
 }
+
+// busyFor is how long that takes.
+const busyFor = 5 * time.Second
 
 type memo struct {
 	byDst   map[memoKey]memoEntry
@@ -217,7 +222,7 @@ func (j *Judge) Reload(ctx context.Context) (Change, error) {
 		rules, err = j.conn.Load(ctx)
 	}
 	if errors.Is(err, ErrNoNFT) {
-		rules, err = &Ruleset{conn: j.conn, model: newModel()}, nil
+		rules, err = &Ruleset{conn: j.conn, model: newModel(), effort: j.conn.effort}, nil
 		rules.eval = eval{m: rules.model, fetch: rules.fetch}
 	}
 	var change Change
@@ -623,7 +628,7 @@ func (j *Judge) findWhy(f *conntrack.Flow, v view) string {
 		o, _ := j.rules.outcome(PacketOf(f), h, origin)
 		j.rules.mu.Unlock()
 		if f.Translated() {
-			return o.Allows(netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort), AllTypes)
+			return !o.Any && o.Allows(netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort), AllTypes)
 		}
 		return o.Untranslated
 	}
@@ -706,6 +711,9 @@ func (j *Judge) outcome(f *conntrack.Flow, v view) *Outcome {
 	host, origin := j.through(v, f)
 	k := keyOf(f, v, origin)
 	entry, known := j.memo.byDst[k]
+	if !entry.until.IsZero() && !time.Now().Before(entry.until) {
+		known = false
+	}
 	if known {
 		if entry.out != nil {
 			return entry.out
@@ -727,7 +735,14 @@ func (j *Judge) outcome(f *conntrack.Flow, v view) *Outcome {
 	if o.equal(plain) {
 		o = plain
 	}
-	j.memoize(host, k, memoEntry{deps: entry.deps | read&^depOut}, o, f)
+	next := memoEntry{deps: entry.deps | read&^depOut}
+	switch o.Why {
+	case whyWork, whyDepth, whyTargets: // whatever the source
+		next.deps = 0
+	case whyBusy:
+		next = memoEntry{until: time.Now().Add(busyFor)}
+	}
+	j.memoize(host, k, next, o, f)
 	return o
 }
 

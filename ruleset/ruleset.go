@@ -35,18 +35,64 @@ type Ruleset struct {
 	gen  uint32
 	conn *Conn
 
-	mu    sync.Mutex
-	model *model
-	eval  eval
-	// overruns counts the packets for which maxSteps did not do.
-	overruns int
-	stale    bool
+	mu     sync.Mutex
+	model  *model
+	eval   eval
+	effort *effort // of all generations
+	stale  bool
 }
 
-// maxOverruns is how many packets may take more work than they are given, about
-// 10 ms each. Then all are anything: a ruleset that is made to be slow does not
-// get to be.
-const maxOverruns = 16
+// effort bounds the work for packets that take long, so that a ruleset which is
+// made to be slow does not get to be. Those that take little are followed at any
+// time.
+type effort struct {
+	mu   sync.Mutex
+	left int // steps; less than 0 where the last packet took more
+	at   time.Time
+	now  func() time.Time
+}
+
+const (
+	// freeSteps are never counted: 0.3 ms.
+	freeSteps = maxSteps / 32
+	// mostEffort is about a second's work, and is had again after eight.
+	mostEffort      = 64 * maxSteps
+	effortPerSecond = 8 * maxSteps // 10 % of the time
+)
+
+func newEffort() *effort { return &effort{left: mostEffort, now: time.Now} }
+
+// limit tells how many steps the next packet may take.
+func (e *effort) limit() int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.left <= 0 {
+		e.refill()
+	}
+	if e.left <= 0 {
+		return freeSteps
+	}
+	return maxSteps
+}
+
+func (e *effort) spend(steps int) {
+	if steps <= freeSteps {
+		return
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.refill()
+	e.left -= steps - freeSteps
+}
+
+func (e *effort) refill() {
+	now := e.now()
+	if !e.at.IsZero() {
+		e.left += int(min(now.Sub(e.at), time.Minute).Seconds() * effortPerSecond)
+		e.left = min(e.left, mostEffort)
+	}
+	e.at = now
+}
 
 // Load reads the rules. It waits for a commit that is under way, and returns the
 // rules only if no message says that they changed meanwhile and the generation was
@@ -114,7 +160,7 @@ func (c *Conn) load(ctx context.Context) (*Ruleset, error) {
 	if before != after {
 		return nil, errAgain
 	}
-	r := &Ruleset{gen: after, conn: c, model: m}
+	r := &Ruleset{gen: after, conn: c, model: m, effort: c.effort}
 	r.eval = eval{m: m, fetch: r.fetch}
 	return r, nil
 }
@@ -280,13 +326,17 @@ func sent(h Host, src netip.Addr) Origin {
 // lock held.
 func (r *Ruleset) outcome(p Packet, h Host, origin Origin) (*Outcome, deps) {
 	e := &r.eval
-	if r.overruns >= maxOverruns {
-		return &Outcome{Any: true, Why: whyWork}, 0
+	e.host, e.limit = h, maxSteps
+	if !e.retain { // people may wait
+		e.limit = r.effort.limit()
 	}
-	e.host = h
 	untranslated := e.run(p, origin)
-	if e.why == whyWork || e.why == whyDepth || e.why == whyTargets {
-		r.overruns++
+	if !e.retain {
+		r.effort.spend(e.limit - e.steps)
+	}
+	switch e.why {
+	case whyWork, whyBusy, whyDepth, whyTargets:
+		e.read = 0 // another source's packet need not be tried
 	}
 	return e.outcome(untranslated), e.read
 }
