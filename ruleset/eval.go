@@ -402,6 +402,9 @@ func (e *eval) exec(ops []op, r *regs, f *frame) {
 		case *xtNat:
 			e.xtNat(o, f)
 			return
+		case *xtRecent:
+			e.drop = true
+			met = between(!o.invert, o.invert)
 		case *xtUnknown:
 			e.drop = true
 			met = unsure

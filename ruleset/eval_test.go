@@ -34,6 +34,14 @@ func conntrackInfo(match, invert, state, status uint16, dst, mask string, dport,
 	return join(none, none, xtAddr(dst), xtAddr(mask), none, none, none, none, make([]byte, 8), shorts(17, 0, dport, 0, 0, match, invert, state, status, 0, dportHigh, 0, 0, 0))
 }
 
+// recent is struct xt_recent_mtinfo_v1.
+func recent(check, invert byte) []byte {
+	b := make([]byte, 228)
+	b[8], b[9] = check, invert
+	copy(b[10:], "clients")
+	return b
+}
+
 func multiport(flags, invert byte, ports []uint16, ranges ...int) []byte {
 	b := make([]byte, 48)
 	b[0], b[1], b[47] = flags, byte(len(ports)), invert
@@ -152,6 +160,9 @@ func TestMatches(t *testing.T) {
 		{"counter", expr("counter"), Packet{}, nil, yes},
 		{"log", expr("log"), Packet{}, nil, yes},
 		{"dynset", expr("dynset"), Packet{}, nil, maybe},
+		{"dynset that adds", expr("dynset", num(uapi.NftaDynsetOp, uapi.NftDynsetOpAdd)), Packet{}, nil, maybe},
+		{"dynset that updates", expr("dynset", num(uapi.NftaDynsetOp, 1)), Packet{}, nil, maybe},
+		{"dynset that deletes", expr("dynset", num(uapi.NftaDynsetOp, uapi.NftDynsetOpDelete)), Packet{}, nil, yes},
 		{"meta set", expr("meta", num(uapi.NftaMetaKey, 3), num(uapi.NftaMetaSreg, 1)), Packet{}, nil, yes},
 		{"object that counts", expr("objref", num(uapi.NftaObjrefImmType, 1)), Packet{}, nil, yes},
 		{"object that limits", expr("objref", num(uapi.NftaObjrefImmType, 4)), Packet{}, nil, maybe},
@@ -171,6 +182,9 @@ func TestMatches(t *testing.T) {
 		{"queue verdict", verdictExpr(3, ""), Packet{}, nil, anything},
 
 		{"comment", match("comment", 0, make([]byte, 256)), Packet{}, nil, yes},
+		{"recent --set, or no memory", match("recent", 1, recent(2, 0)), Packet{}, nil, maybe},
+		{"recent --rcheck", match("recent", 1, recent(1, 0)), Packet{}, nil, maybe},
+		{"recent, cut short", match("recent", 1, recent(2, 0)[:200]), Packet{}, nil, maybe},
 		{"udp ports", match("udp", 0, append(shorts(0, 65535, 50, 60), 0, 0)), Packet{}, nil, yes},
 		{"udp other ports", match("udp", 0, append(shorts(0, 65535, 54, 60), 0, 0)), Packet{}, nil, no},
 		{"udp not ports", match("udp", 0, append(shorts(0, 65535, 54, 60), 2, 0)), Packet{}, nil, yes},
@@ -251,6 +265,36 @@ func concat(length ...uint32) []byte {
 		fields = append(fields, nla(uapi.NftaListElem, num(uapi.NftaSetFieldLen, n)))
 	}
 	return nla(uapi.NftaSetDesc, nla(uapi.NftaSetDescConcat, fields...))
+}
+
+// A client is noted by the rule that translates (kube-proxy's session affinity):
+// nothing passes it untranslated.
+func TestRecent(t *testing.T) {
+	for _, tt := range []struct {
+		name  string
+		match []byte
+		want  string
+	}{
+		{"--set", recent(2, 0), "198.51.100.1:53, or dropped"},
+		{"! --set", recent(2, 1), "untranslated, or dropped"},
+		{"--set --rttl", recent(2|16, 0), "198.51.100.1:53, or dropped"},
+		{"--rcheck", recent(1, 0), "198.51.100.1:53, or untranslated"},
+		{"! --rcheck", recent(1, 1), "198.51.100.1:53, or untranslated"},
+		{"--update", recent(4, 0), "198.51.100.1:53, or untranslated"},
+		{"--remove", recent(8, 0), "198.51.100.1:53, or untranslated"},
+		{"inverted how?", recent(2, 2), "198.51.100.1:53, untranslated, or dropped"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			for rev := range uint32(2) {
+				r := newRig(t, IPv4)
+				r.base("pre", uapi.NfInetPreRouting, -100, uapi.NfAccept)
+				r.rule("pre", match("recent", rev, tt.match), dnat("198.51.100.1:0"))
+				if got := r.outcome(dns(), &knowing{}).String(); got != tt.want {
+					t.Errorf("revision %d: %s, want %s", rev, got, tt.want)
+				}
+			}
+		})
+	}
 }
 
 func TestSets(t *testing.T) {

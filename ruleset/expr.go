@@ -106,7 +106,7 @@ func decisive(o op) bool {
 		return o.code != uapi.NftContinue && o.code != uapi.NftBreak
 	case *lookupOp:
 		return o.dreg == regVerdict
-	case *natOp, *redirOp, *anyOp, *xtNat, *xtUnknown, *writeOp:
+	case *natOp, *redirOp, *anyOp, *xtNat, *xtRecent, *xtUnknown, *writeOp:
 		return true
 	}
 	return false
@@ -198,8 +198,7 @@ func decodeNamed(t *table, name string, b []byte) (op, bool) {
 	case "lookup":
 		return decodeLookup(t, b)
 	case "dynset":
-		// Refuses what does not fit, or what an expression of the set refuses.
-		return maybe, true
+		return decodeDynset(b)
 	case "objref":
 		return decodeObjref(b)
 	case "fib":
@@ -512,6 +511,22 @@ func decodeLookup(t *table, b []byte) (op, bool) {
 		return nil, false
 	}
 	return o, true
+}
+
+// decodeDynset tells whether adding an element may refuse the packet. It does so
+// where the set is full, as every one that packets add to can be (its size is 65535
+// where none is given, nft_dynset_init), or for an expression of the element's;
+// nft_dynset_eval then breaks. How full it is no generation tells. Taking an
+// element away never does.
+func decodeDynset(b []byte) (op, bool) {
+	kind := uint32(uapi.NftDynsetOpAdd)
+	if !(fields{uapi.NftaDynsetOp: &kind}).read(b) {
+		return nil, false
+	}
+	if kind == uapi.NftDynsetOpDelete {
+		return nil, true
+	}
+	return maybe, true
 }
 
 // decodeObjref tells what objects do with a packet: they count, refuse it or

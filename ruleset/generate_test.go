@@ -239,7 +239,7 @@ func (t *nftTable) match() string {
 	case 29:
 		return fmt.Sprintf("%s saddr @learned", ip)
 	case 30:
-		return fmt.Sprintf("update @learned { %s saddr }", ip)
+		return t.pick("update", "update", "delete") + fmt.Sprintf(" @learned { %s saddr }", ip)
 	case 31:
 		return fmt.Sprintf("meta l4proto . th dport { udp . %d, tcp . %d, udp . %d-%d }", 50+t.IntN(3), t.port(), 54, 54+t.IntN(5))
 	case 32:
@@ -404,7 +404,7 @@ func (g *generator) xtMatches(proto string, pre, out bool) string {
 	if g.v6 {
 		low, high = "2001:db8:5::1", "2001:db8:5::3"
 	}
-	switch g.IntN(16) {
+	switch g.IntN(19) {
 	case 0, 1:
 		fmt.Fprintf(&b, " -m addrtype%s--dst-type LOCAL", not())
 	case 2:
@@ -429,6 +429,10 @@ func (g *generator) xtMatches(proto string, pre, out bool) string {
 		fmt.Fprintf(&b, " -m conntrack --ctorigdstport %s --ctdir ORIGINAL --ctproto 17", strings.Replace(g.ports(), "-", ":", 1))
 	case 12:
 		fmt.Fprintf(&b, " -m state --state %s", g.pick("NEW", "ESTABLISHED"))
+	case 13, 14:
+		fmt.Fprintf(&b, " -m recent%s--set --name clients %s", not(), g.pick("--rsource", "--rdest"))
+	case 15:
+		fmt.Fprintf(&b, " -m recent%s%s --name clients", not(), g.pick("--rcheck --seconds 60", "--update --hitcount 2", "--rcheck", "--remove"))
 	}
 	return b.String()
 }

@@ -127,3 +127,44 @@ func TestOtherNamespace(t *testing.T) {
 		t.Errorf("generation %d, %d before, %v", again, gen, err)
 	}
 }
+
+// A set that packets add to can be full, and the rule then does not match: what it
+// translates may also pass.
+func TestFullSet(t *testing.T) {
+	s := newScene(t)
+	s.run(t, `table inet track { chain c { type filter hook input priority 0; ct state new
+	}
+}
+table ip t {
+	set seen { type ipv4_addr; flags dynamic; size 1
+	}
+	chain p { type nat hook prerouting priority -100
+		add @seen { ip saddr } dnat to 198.51.100.1
+	}
+}
+`, "nft", "-f", "-")
+	rs, err := s.rules.Load(t.Context())
+	must(t, err)
+	to := netip.MustParseAddrPort("203.0.113.1:53")
+	translated := map[bool]int{}
+	for i := range s.sockets {
+		x := &s.sockets[i]
+		if x.own || x.from.Addr().Is6() || x.from.Port() != 40000 {
+			continue
+		}
+		o := rs.Outcome(Packet{conntrack.UDP, x.from.Addr(), to.Addr(), x.from.Port(), to.Port()}, s.host)
+		if o.String() != "198.51.100.1:53, or untranslated" {
+			t.Error(o)
+		}
+		x.send(to)
+	}
+	for f, err := range s.flows.Dump(t.Context(), conntrack.Filter{Proto: conntrack.UDP}) {
+		must(t, err)
+		if f.Orig.Dst == to.Addr() {
+			translated[f.Translated()]++
+		}
+	}
+	if translated[true] != 1 || translated[false] != 2 {
+		t.Errorf("of three sources %v", translated)
+	}
+}

@@ -428,6 +428,8 @@ func (w *writer) xt(o op) {
 		w.say("-m conntrack")
 	case *xtChance:
 		w.say("-m statistic")
+	case *xtRecent:
+		w.say("-m recent %s--set", not(o.invert))
 	case *xtUnknown:
 		w.say("-m %s", o.name)
 	case *xtNat:

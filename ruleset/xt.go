@@ -39,6 +39,10 @@ type (
 	}
 	xtChance struct{ always, never bool } // statistic
 
+	// xtRecent is "recent --set": it notes an address and so is always true, but
+	// drops the packet where there is no memory for it (recent_mt).
+	xtRecent struct{ invert bool }
+
 	// xtUnknown is a match whose data are not understood, or that asks what the
 	// tuple does not tell. It can match or not, or drop the packet (hotdrop).
 	xtUnknown struct{ name string }
@@ -104,6 +108,8 @@ func decodeMatch(t *table, b []byte) (op, bool) {
 		}
 	case "statistic0":
 		o = decodeStatistic(info)
+	case "recent0", "recent1":
+		o = decodeRecent(info)
 	}
 	switch {
 	case o != nil:
@@ -337,6 +343,18 @@ func decodeStatistic(b []byte) op {
 		c.always, c.never = c.never, c.always
 	}
 	return c
+}
+
+// decodeRecent reads struct xt_recent_mtinfo, or the same with a mask.
+func decodeRecent(b []byte) op {
+	const check, invert, size, set = 8, 9, 211, 1 << 1 // XT_RECENT_SET
+	switch {
+	case len(b) < size || b[invert] > 1:
+		return nil
+	case b[check]&set == 0: // whether an address was noted is not known
+		return maybe
+	}
+	return &xtRecent{b[invert] == 1}
 }
 
 // natRange is a range of translations (struct nf_nat_range2).

@@ -202,6 +202,10 @@ const (
 	NftaLookupFlags = 5
 	NftLookupFInv   = 1 << 0
 
+	NftaDynsetOp      = 3
+	NftDynsetOpAdd    = 0
+	NftDynsetOpDelete = 2
+
 	NftaPayloadDreg   = 1
 	NftaPayloadBase   = 2
 	NftaPayloadOffset = 3
