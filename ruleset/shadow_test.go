@@ -63,7 +63,8 @@ func TestShadowed(t *testing.T) {
 		{
 			"a chain that is gone to",
 			[]string{"udp dport 53 goto one", "udp dport 53 " + toTwo},
-			"chain one { ip saddr 10.88.0.0/16 " + toOne + "; }", []string{"p 1<0"},
+			"chain one { ip saddr 10.88.0.0/16 " + toOne + "; }",
+			[]string{"p 1<0"},
 		},
 		{"nothing behind", []string{"udp dport 53 " + toOne, "udp dport 53 accept", "udp dport 53 meta mark set 1"}, "", nil},
 		{"what leads nowhere", []string{"udp dport 53 accept", "udp dport 53 jump one"}, "chain one { meta mark set 1; }", nil},

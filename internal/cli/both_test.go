@@ -53,18 +53,30 @@ var antreaFlows = []struct {
 	text        string
 	alone, both string
 }{
-	{40000, "src=192.0.2.50 dst=192.0.2.1 sport=40000 dport=31000 src=203.0.113.250 dst=192.0.2.50 sport=31000 dport=40000 [ASSURED]",
-		"delete backend-gone", "keep ruleset-disagrees"}, // in two steps
-	{40001, "src=192.0.2.50 dst=192.0.2.1 sport=40001 dport=31000 src=198.51.100.12 dst=192.0.2.50 sport=53 dport=40001 [ASSURED]",
-		"keep serving", "keep serving"},
-	{40002, "src=192.0.2.50 dst=192.0.2.1 sport=40002 dport=31000 src=198.51.100.13 dst=192.0.2.50 sport=53 dport=40002 [ASSURED]",
-		"delete backend-gone", "delete backend-gone"}, // by neither
-	{40003, "src=192.0.2.50 dst=203.0.113.10 sport=40003 dport=53 [UNREPLIED] src=203.0.113.10 dst=192.0.2.50 sport=53 dport=40003",
-		"delete untranslated", "keep ruleset-disagrees"}, // nothing would translate it
-	{40004, "src=192.0.2.50 dst=192.0.2.1 sport=40004 dport=31000 [UNREPLIED] src=192.0.2.1 dst=192.0.2.50 sport=31000 dport=40004",
-		"delete untranslated", "delete untranslated"}, // a rule would
-	{40005, "src=192.0.2.50 dst=192.0.2.1 sport=40005 dport=31000 [UNREPLIED] src=203.0.113.250 dst=192.0.2.50 sport=31000 dport=40005 zone=7",
-		"delete backend-gone", "delete backend-gone"}, // where the rules tell nothing
+	{
+		40000, "src=192.0.2.50 dst=192.0.2.1 sport=40000 dport=31000 src=203.0.113.250 dst=192.0.2.50 sport=31000 dport=40000 [ASSURED]",
+		"delete backend-gone", "keep ruleset-disagrees",
+	}, // in two steps
+	{
+		40001, "src=192.0.2.50 dst=192.0.2.1 sport=40001 dport=31000 src=198.51.100.12 dst=192.0.2.50 sport=53 dport=40001 [ASSURED]",
+		"keep serving", "keep serving",
+	},
+	{
+		40002, "src=192.0.2.50 dst=192.0.2.1 sport=40002 dport=31000 src=198.51.100.13 dst=192.0.2.50 sport=53 dport=40002 [ASSURED]",
+		"delete backend-gone", "delete backend-gone",
+	}, // by neither
+	{
+		40003, "src=192.0.2.50 dst=203.0.113.10 sport=40003 dport=53 [UNREPLIED] src=203.0.113.10 dst=192.0.2.50 sport=53 dport=40003",
+		"delete untranslated", "keep ruleset-disagrees",
+	}, // nothing would translate it
+	{
+		40004, "src=192.0.2.50 dst=192.0.2.1 sport=40004 dport=31000 [UNREPLIED] src=192.0.2.1 dst=192.0.2.50 sport=31000 dport=40004",
+		"delete untranslated", "delete untranslated",
+	}, // a rule would
+	{
+		40005, "src=192.0.2.50 dst=192.0.2.1 sport=40005 dport=31000 [UNREPLIED] src=203.0.113.250 dst=192.0.2.50 sport=31000 dport=40005 zone=7",
+		"delete backend-gone", "delete backend-gone",
+	}, // where the rules tell nothing
 }
 
 // antrea returns a namespace with the rule and the flows.

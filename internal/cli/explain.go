@@ -201,7 +201,7 @@ func (e *explaining) sameSocket(cmd *cobra.Command, w *world, s *shortFlow, what
 	found := 0
 	filter := conntrack.Filter{Family: s.filter.Family, Proto: s.filter.Proto}
 	err := e.search(cmd, w.families, filter, func(f *conntrack.Flow) error {
-		if f.Orig.Src != s.src.Addr() || f.Orig.SrcPort != s.src.Port() {
+		if f.Orig.Src != s.src.Addr() || f.Orig.SrcPort != s.src.Port() || f.Translated() {
 			return nil
 		}
 		if found++; found > mostFlows {

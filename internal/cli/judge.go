@@ -90,7 +90,7 @@ func (j *judging) run(cmd *cobra.Command) error {
 	case j.flows != "" && !j.dryRun:
 		return usagef("sweep deletes from the live table; to judge a saved one use \"flowsweep plan --flows\" (or --dry-run)")
 	}
-	out, err := newWriter(j.output, cmd.OutOrStdout(), j.byRules())
+	out, err := newWriter(j.output, cmd.OutOrStdout(), j.flows == "")
 	if err != nil {
 		return err
 	}

@@ -27,12 +27,12 @@ type writer interface {
 	end(s *summary) error
 }
 
-// newWriter returns a writer of verdicts that come from a desired state or from
-// rules.
-func newWriter(format string, w io.Writer, byRules bool) (writer, error) {
+// newWriter returns a writer of verdicts on the live table, of which some have a
+// reason in words, or on the lines of a saved one.
+func newWriter(format string, w io.Writer, live bool) (writer, error) {
 	switch format {
 	case "table", "wide":
-		return &tableWriter{w: w, wide: format == "wide", byRules: byRules, color: isTerminal(w)}, nil
+		return &tableWriter{w: w, wide: format == "wide", live: live, color: isTerminal(w)}, nil
 	case "json":
 		return &jsonWriter{w: w}, nil
 	case "jsonl":
@@ -318,10 +318,10 @@ func (y *yamlWriter) end(s *summary) error {
 // tableWriter writes columns for people. It holds back a page to learn their
 // widths; later pages only widen them, so that a table of any length streams.
 type tableWriter struct {
-	w       io.Writer
-	wide    bool
-	byRules bool
-	color   bool
+	w     io.Writer
+	wide  bool
+	live  bool
+	color bool
 
 	page   [][]string
 	widths []int
@@ -357,7 +357,7 @@ func (t *tableWriter) flow(line int, f *conntrack.Flow, v frontend.Verdict) erro
 		}
 		cells = append(cells, orDash(v.Owner), orDash(kind), orDash(f.StateName()),
 			fmt.Sprint(f.Zone), fmt.Sprint(f.Timeout), orDash(count(f.ID)))
-		if t.byRules {
+		if t.live {
 			cells = append(cells, orDash(v.Why))
 		} else {
 			cells = append(cells, orDash(count(uint32(line))))
@@ -386,8 +386,8 @@ func (t *tableWriter) flush() error {
 	}
 	head := tableHead
 	if t.wide {
-		last := "LINE" // of a saved table, which nobody judges by rules
-		if t.byRules {
+		last := "LINE" // of a saved table, which is judged by a state alone
+		if t.live {
 			last = "WHY"
 		}
 		head = append(head, "OWNER", "KIND", "STATE", "ZONE", "TIMEOUT", "ID", last)

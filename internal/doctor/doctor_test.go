@@ -229,7 +229,8 @@ func TestReports(t *testing.T) {
 		objects: []string{"chain ip nat KUBE-SERVICES", "chain ip nat DOCKER"},
 		rules:   odd,
 		nat: []Elsewhere{
-			{Path: "/run/netns/router", Rules: true}, {Path: "/proc/815/ns/net", Rules: true},
+			{Path: "/run/netns/router", Rules: true},
+			{Path: "/proc/815/ns/net", Rules: true},
 			{Path: "/run/docker/netns/ingress_sbox", Rules: true, Legacy: true, IPVS: true},
 		},
 		hooks: []string{"connect4", "sendmsg4"},
