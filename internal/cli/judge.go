@@ -50,7 +50,8 @@ func newPlan() *cobra.Command {
 		Long: `plan judges every flow and lists those that sweep would delete.
 
 Without a desired state the NAT rules of this host decide, whoever wrote them: a
-flow is stale that the present rules could not have translated so.`,
+flow is stale that the present rules could not have translated so. With one, what
+is stale by it is kept where the rules would only make it again.`,
 		Example: `  flowsweep plan
   kubectl get services,endpointslices,nodes,pods -A -o yaml | flowsweep plan --state - --node n1
   flowsweep plan --state svc.yaml --flows dump.txt -o json`,
@@ -69,7 +70,8 @@ func newSweep() *cobra.Command {
 		Long: `sweep judges every flow and deletes those that are stale.
 
 Without a desired state the NAT rules of this host decide, whoever wrote them: a
-flow is stale that the present rules could not have translated so.`,
+flow is stale that the present rules could not have translated so. With one, what
+is stale by it is kept where the rules would only make it again.`,
 		Example: `  flowsweep sweep
   flowsweep sweep --state frontends.yaml --dry-run
   flowsweep sweep --before old.yaml --state new.yaml --node n1 --changed-only`,

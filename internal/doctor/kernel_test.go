@@ -273,7 +273,7 @@ func TestHostLeftOver(t *testing.T) {
 	if _, err := s.Await(t.Context(), alive); err != nil {
 		t.Fatal(err)
 	}
-	nstest.Send(t, star.Leaf("client"), netip.AddrPort{}, dst, 20*time.Millisecond)
+	sending := nstest.Send(t, star.Leaf("client"), netip.AddrPort{}, dst, 20*time.Millisecond)
 	ns := star.Router
 	found := func() map[string]Finding { return by(host(t, ns)) }
 	for range 100 { // until the first datagram is there
@@ -284,6 +284,23 @@ func TestHostLeftOver(t *testing.T) {
 	f := found()
 	if x := f["rules-to-nobody"]; !strings.Contains(x.What, " leads to 198.51.100.99, which does not answer on backends (INCOMPLETE): 1 flow unanswered") || x.Level != Warn {
 		t.Errorf("%+v", x)
+	}
+	if err := sending.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := ns.Sysctl("net.ipv4.neigh.backends.retrans_time_ms", "10"); err != nil {
+		t.Fatal(err)
+	}
+	failed := func() bool {
+		return strings.Contains(found()["rules-to-nobody"].What, "does not answer on backends (FAILED): 1 flow unanswered")
+	}
+	for range 10 { // of which each takes a second
+		if failed() {
+			break
+		}
+	}
+	if !failed() {
+		t.Errorf("%+v", found()["rules-to-nobody"])
 	}
 	if x := f["rules-shadowed"]; !strings.HasPrefix(x.What, "1 rule is never met: inet flowsweep-test forwards handle ") || strings.Count(x.What, "203.0.113.10") != 2 || x.Level != Warn {
 		t.Errorf("%+v", x)
