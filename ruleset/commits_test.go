@@ -31,6 +31,7 @@ func TestBesideCommits(t *testing.T) {
 	vip, backend := netip.MustParseAddrPort("203.0.113.10:53"), netip.MustParseAddrPort("198.51.100.11:53")
 	c, err := testnet.NewChurn(ns, conntrack.UDP, backend, 60_000, vip, netip.MustParseAddrPort("203.0.113.11:53"))
 	must(t, err)
+	t.Cleanup(func() { _, _ = c.Stop() })
 	f := flowOf(backend.String())
 	open := func() (*Judge, error) {
 		return NewJudge(t.Context(), Config{

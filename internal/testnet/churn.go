@@ -26,7 +26,7 @@ type Churn struct {
 	batch []byte
 	last  uint32 // the message that is acknowledged
 	stop  chan struct{}
-	done  chan struct{}
+	work  sync.WaitGroup
 	once  sync.Once
 
 	commits int
@@ -37,7 +37,7 @@ type Churn struct {
 // the backend, and beside them there is a set of so many elements, which is
 // replaced in the same transactions. [Churn.Start] begins to replace them.
 func NewChurn(ns *NS, proto uint8, backend netip.AddrPort, ballast int, dst ...netip.AddrPort) (*Churn, error) {
-	c := &Churn{ns: ns, stop: make(chan struct{}), done: make(chan struct{})}
+	c := &Churn{ns: ns, stop: make(chan struct{})}
 	if err := c.rules(proto, backend, ballast); err != nil {
 		return nil, err
 	}
@@ -155,8 +155,7 @@ func (c *Churn) commit() error {
 
 // Start begins to replace the rules without a pause, until Stop.
 func (c *Churn) Start() {
-	go func() {
-		defer close(c.done)
+	c.work.Go(func() {
 		for {
 			select {
 			case <-c.stop:
@@ -168,15 +167,15 @@ func (c *Churn) Start() {
 			}
 			c.commits++
 		}
-	}()
+	})
 }
 
-// Stop ends what Start began, and tells how often the rules were replaced. The
-// rules stay.
+// Stop ends what Start began, if it was called, and tells how often the rules were
+// replaced. The rules stay.
 func (c *Churn) Stop() (commits int, err error) {
 	c.once.Do(func() {
 		close(c.stop)
-		<-c.done
+		c.work.Wait()
 		c.conn.close()
 	})
 	return c.commits, c.err
