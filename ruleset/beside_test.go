@@ -4,9 +4,13 @@ package ruleset
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"net/netip"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -143,7 +147,7 @@ func (s *site) nft(rules string) {
 func (s *site) run(stdin, name string, args ...string) {
 	s.t.Helper()
 	must(s.t, s.host.Do(func() error {
-		cmd := exec.CommandContext(s.t.Context(), name, args...)
+		cmd := exec.Command(name, args...) // also when the test ends
 		cmd.Stdin = strings.NewReader(stdin)
 		out, err := cmd.CombinedOutput()
 		if err != nil {
@@ -351,6 +355,14 @@ var besideCases = []struct {
 	{"SYNPROXY, what comes in is translated", 0, func(s *site) { s.synproxy("pre", "") }},
 	{"SYNPROXY, what this host sends is translated", 0, func(s *site) { s.synproxy("out", "{backend}") }},
 
+	{"a socket in a VRF", 0, func(s *site) {
+		s.vrf()
+		s.nft(strings.ReplaceAll(dnatOut, "{vip}", "{server}"))
+		s.udp(s.host, testnet.SocketOptions{Device: "blue"}, "{lan}", "{server}", "{backend}")
+	}},
+	{"an ipvlan in another namespace, mode L3", 0, func(s *site) { s.ipvlan(1) }},
+	{"an ipvlan in another namespace, mode L3S", 0, func(s *site) { s.ipvlan(2) }},
+
 	// The interface.
 	{"a client with two legs", 0, func(s *site) {
 		must(s.t, s.client.AddAddr("lo", s.lonely("{leg}")))
@@ -492,6 +504,13 @@ var besideCases = []struct {
 		s.kept("a route leads elsewhere", f)
 	}},
 
+	{"a client of a VRF", 0, func(s *site) {
+		s.vrf()
+		// What a port gets meets the rules as the port's, and then as the VRF's.
+		s.nft(strings.Replace(dnatIn, "udp", "iifname lan {ip} daddr {lan} udp", 1))
+		s.udp(s.lan, ordinary, "{server}", "{lan}", "{backend}")
+	}},
+
 	// Whose an address is.
 	{"a shared address that another host has now", 0, func(s *site) {
 		s.addr(s.host, "wan", "{shared}")
@@ -524,6 +543,11 @@ var besideCases = []struct {
 		s.kept("the master", f)
 		s.noAddr(s.host, "wan", "{shared}")
 		s.kept("a backup again", f)
+	}},
+	{"an address of a VRF", 0, func(s *site) {
+		s.vrf()
+		s.nft(strings.Replace(dnatLocal, "daddr type", "daddr . iif type", 1))
+		s.udp(s.lan, ordinary, "{server}", "{lan}", "{backend}")
 	}},
 	{"an address that is this host's since", 0, func(s *site) {
 		s.nft(strings.Replace(dnatLocal, "local", "!= local", 1))
@@ -602,6 +626,31 @@ var besideCases = []struct {
 	}},
 
 	// What else makes flows as they are.
+	{"a bridge that tracks connections", 0, func(s *site) {
+		s.insert("nf_conntrack_bridge")
+		beside := nstest.New(s.t)
+		must(s.t, s.host.AddLink(testnet.Link{Name: "br1", Kind: "bridge"}))
+		s.link("p1", s.client, "e1")
+		s.link("p2", beside, "e1")
+		must(s.t, s.host.SetMaster("p1", "br1"))
+		must(s.t, s.host.SetMaster("p2", "br1"))
+		if err := s.host.Sysctl(s.say("{bridge-nf}"), "0"); err != nil && !errors.Is(err, unix.ENOENT) {
+			s.t.Fatal(err)
+		}
+		s.addr(s.client, "e1", "{third2}")
+		s.addr(beside, "e1", "{third3}")
+		s.run("table bridge firewall { chain f { type filter hook forward priority 0; ct state new accept; }; }", "nft", "-f", "-")
+		s.nft(dnatIn)
+		s.udp(s.client, ordinary, "{third2}", "{third3}", "")
+	}},
+	{"IPVS", 0, func(s *site) {
+		s.insert("ip_vs")
+		s.insert("ip_vs_rr")
+		s.sysctl("net.ipv4.vs.conntrack", "1")
+		s.ipvs(s.to("{wan}"), s.to("{backend}"))
+		s.nft(strings.Replace(dnatIn, "udp", "{ip} daddr {vip} udp", 1))
+		s.udp(s.client, ordinary, "{client}", "{wan}", "{backend}")
+	}},
 	{"a filter chain writes the address", 0, func(s *site) {
 		s.nft(`table {ip} m { chain pre { type filter hook prerouting priority -150; {ip} daddr {vip} {ip} daddr set {vip2}; }; }
 		table {ip} nat { chain pre { type nat hook prerouting priority -100; {ip} daddr {vip2} udp dport 53 dnat to {backend}; }; }`)
@@ -691,6 +740,66 @@ func (s *site) farClient() *conntrack.Flow {
 	return s.udp(s.client, ordinary, "{far}", "{wan}", "{backend}")
 }
 
+// vrf puts the link to the LAN into a VRF, whose table has its routes from then on.
+func (s *site) vrf() {
+	s.t.Helper()
+	err := s.host.AddLink(testnet.Link{Name: "blue", Kind: "vrf", Table: 10})
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		s.t.Skip("this kernel has no VRF: ", err)
+	}
+	must(s.t, err)
+	if s.v6 { // the link is taken down and up again
+		s.sysctl("net.ipv6.conf.all.keep_addr_on_down", "1")
+	}
+	must(s.t, s.host.SetMaster("lan", "blue"))
+}
+
+// ipvlan sends from another namespace by an ipvlan, whose packets the host's
+// namespace sends as its own (ipvlan_process_outbound).
+func (s *site) ipvlan(mode uint16) {
+	s.t.Helper()
+	container := nstest.New(s.t)
+	err := s.host.AddLink(testnet.Link{Name: "ipvl0", Kind: "ipvlan", Parent: "wan", Mode: mode, Into: container})
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		s.t.Skip("this kernel has no ipvlan: ", err)
+	}
+	must(s.t, err)
+	must(s.t, container.AddAddr("ipvl0", s.lonely("{shared}")))
+	s.route(container, testnet.Route{Dst: s.prefix("{all}/0"), Dev: "ipvl0"})
+	s.nft(dnatOut)
+	s.udp(container, ordinary, "{shared}", "{vip}", "{backend}")
+}
+
+// insert inserts a module for as long as the test takes, from where the guests of
+// test/kernels have them.
+func (s *site) insert(name string) {
+	s.t.Helper()
+	loaded, err := os.ReadFile("/proc/modules")
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		s.t.Fatal(err)
+	}
+	if strings.Contains("\n"+string(loaded), "\n"+name+" ") {
+		return
+	}
+	f, err := os.Open(filepath.Join(os.Getenv("FLOWSWEEP_MODULES"), name+".ko"))
+	if err != nil {
+		s.t.Skipf("the module %s is not there: %v", name, err)
+	}
+	defer f.Close()
+	must(s.t, unix.FinitModule(int(f.Fd()), "", 0))
+	s.t.Cleanup(func() {
+		s.run("flush ruleset", "nft", "-f", "-")
+		// What used it is freed a moment later.
+		for start := time.Now(); ; time.Sleep(10 * time.Millisecond) {
+			err := unix.DeleteModule(name, unix.O_NONBLOCK)
+			if err == nil || time.Since(start) > 10*time.Second {
+				must(s.t, err)
+				return
+			}
+		}
+	})
+}
+
 func (s *site) all() (list []conntrack.Flow) {
 	s.t.Helper()
 	for f, err := range s.flows.Dump(context.Background(), conntrack.Filter{}) {
@@ -700,10 +809,12 @@ func (s *site) all() (list []conntrack.Flow) {
 	return list
 }
 
-// manyRoutes makes the reading of routes slow.
+// manyRoutes makes the reading of routes slow. Where it is slow to add them, fewer
+// are enough.
 func (s *site) manyRoutes() {
 	s.t.Helper()
-	for i := range 40_000 {
+	start := time.Now()
+	for i := 0; i < 40_000 && time.Since(start) < 3*time.Second; i++ {
 		a := netip.AddrFrom4([4]byte{10, 64 + byte(i>>16), byte(i >> 8), byte(i)})
 		s.route(s.host, testnet.Route{Dst: netip.PrefixFrom(a, 32), Via: s.at("{client}"), Dev: "wan"})
 	}

@@ -148,9 +148,6 @@ func TestSweepBeside(t *testing.T) {
 		out, code, stderr := runJSON(t, command, "--netns", h.net.Router.Path())
 		if code != 0 || out.Summary.Delete != 0 || out.Summary.Deleted != 0 {
 			t.Errorf("%s: exit %d, %+v\n%s", command, code, out.Summary, stderr)
-			for _, r := range out.Flows {
-				t.Logf("%s %s: %+v", r.Verdict, r.Reason, r.Flow.Original)
-			}
 		}
 		h.whole(command)
 	}

@@ -99,6 +99,12 @@ var suites = []suite{
 		"an agent beside a proxy, with traffic, repairs a flow once the rules are right",
 		2,
 	},
+	{
+		"ruleset", "^TestBeside$/(VRF|ipvlan|bridge|IPVS|PROXY|prefix|local|untracked)",
+		"right flows are judged on hosts whose flows do not tell what they met: VRFs, ipvlan, bridges that track connections, " +
+			"IPVS, SYNPROXY, TPROXY, local routes in other tables",
+		20,
+	},
 }
 
 func readFound() (list []kernel, err error) {

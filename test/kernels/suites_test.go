@@ -42,11 +42,36 @@ func build(t *testing.T) string {
 			}
 		}
 	}
+	program(t, stage, "nft")
 	const scenarios = "test/scenarios"
 	if err := os.CopyFS(filepath.Join(stage, scenarios), os.DirFS(filepath.Join(root, scenarios))); err != nil {
 		t.Fatal(err)
 	}
 	return stage
+}
+
+// program puts a program of this machine where guests find it, and what it is linked with.
+func program(t *testing.T, stage, name string) {
+	t.Helper()
+	path, err := exec.LookPath(name)
+	if err != nil {
+		t.Fatalf("%v; install nftables", err)
+	}
+	out, err := exec.CommandContext(t.Context(), "ldd", path).Output()
+	if err != nil {
+		t.Fatalf("ldd %s: %v", path, err)
+	}
+	files := map[string]string{path: filepath.Join("bin", name)}
+	for _, m := range regexp.MustCompile(`(/\S+) \(0x`).FindAllStringSubmatch(string(out), -1) {
+		files[m[1]] = m[1]
+	}
+	for from, to := range files {
+		data, err := os.ReadFile(from)
+		to = filepath.Join(stage, to)
+		if err := errors.Join(err, os.MkdirAll(filepath.Dir(to), 0o755), os.WriteFile(to, data, 0o755)); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 func exists(path string) bool {
@@ -121,7 +146,7 @@ func running(t *testing.T) string {
 }
 
 // here runs the suites on the running kernel, in the same surroundings as in a guest: without any
-// program beside them.
+// program beside them but nft.
 func here(t *testing.T, stage string) outcome {
 	t.Helper()
 	began := time.Now()
@@ -132,7 +157,7 @@ func here(t *testing.T, stage string) outcome {
 		args := s.command()
 		cmd := exec.CommandContext(ctx, args[0], args[1:]...)
 		cmd.Dir = filepath.Join(stage, s.dir)
-		cmd.Env = []string{"PATH=/nonexistent", "HOME=/tmp", "TMPDIR=" + os.TempDir(), "FLOWSWEEP_REQUIRE_KERNEL=1"}
+		cmd.Env = []string{"PATH=" + filepath.Join(stage, "bin"), "HOME=/tmp", "TMPDIR=" + os.TempDir(), "FLOWSWEEP_REQUIRE_KERNEL=1"}
 		cmd.Stdout, cmd.Stderr = &text, &text
 		err := cmd.Run()
 		cancel()
