@@ -135,6 +135,7 @@ type Agent struct {
 	doubtUntil time.Time
 
 	alone alone // of an agent that goes by rules alone
+	late  sweep.LateAnswers
 }
 
 // Options are what an Agent works with.
@@ -437,7 +438,7 @@ func (a *Agent) run(ctx context.Context, j *job) (p Pass) {
 		plan = planner.Narrow(j.change)
 	}
 	counts := map[StaleCount]int{}
-	s := sweep.Sweeper{Conn: a.conn, Judge: judge, DryRun: j.dryRun}
+	s := sweep.Sweeper{Conn: a.conn, Judge: judge, DryRun: j.dryRun, Late: &a.late}
 	if j.rate > 0 {
 		s.Pace = (&pace{perSecond: j.rate}).wait
 	}

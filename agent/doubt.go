@@ -191,6 +191,11 @@ type cautious struct {
 // Judge implements sweep.Judge.
 func (c cautious) Judge(f *conntrack.Flow) frontend.Verdict {
 	v := c.table.Judge(f)
+	if v.Action != v.Settled().Action {
+		if again, _ := c.rules(f); again == ruleset.Never {
+			v = v.Settled()
+		}
+	}
 	if v.Action != frontend.Delete {
 		if c.doubting && v.Reason == frontend.Serving {
 			c.mu.Lock()

@@ -88,6 +88,15 @@ type Verdict struct {
 	Else Reason
 }
 
+// Settled returns the verdict where somebody knows that nothing leaves the flow as it
+// is: an uncertain one becomes what it is without the doubt.
+func (v Verdict) Settled() Verdict {
+	if v.Reason == UncertainAddr && v.Else.Action() == Delete {
+		v.Action, v.Reason, v.Why, v.Else = Delete, v.Else, "", NotSwept
+	}
+	return v
+}
+
 // String returns action and reason, "delete backend-gone".
 func (v Verdict) String() string { return v.Action.String() + " " + v.Reason.String() }
 

@@ -78,7 +78,7 @@ func elsewhere(t ruleset.Translators) string {
 
 // Judge implements sweep.Judge.
 func (b *both) Judge(f *conntrack.Flow) frontend.Verdict {
-	v := b.look.Judge(f)
+	v := b.settle(f, b.look.Judge(f))
 	switch {
 	case v.Action != frontend.Delete:
 	case b.rules != nil:
@@ -86,6 +86,16 @@ func (b *both) Judge(f *conntrack.Flow) frontend.Verdict {
 	case b.late && b.least(f):
 		v.Action, v.Reason = frontend.Keep, frontend.Unconfirmed
 		b.waiting = true
+	}
+	return v
+}
+
+// settle asks the rules about what is uncertain by the state.
+func (b *both) settle(f *conntrack.Flow, v frontend.Verdict) frontend.Verdict {
+	if v.Action != v.Settled().Action && b.rules != nil {
+		if again, _ := b.rules.ask(f); again == ruleset.Never {
+			return v.Settled()
+		}
 	}
 	return v
 }
@@ -131,6 +141,7 @@ func (b *both) weigh(f *conntrack.Flow, v *frontend.Verdict) ruleset.Again {
 // Explain judges a flow and tells the steps in words.
 func (b *both) Explain(f *conntrack.Flow) (frontend.Verdict, []string) {
 	v, steps := b.Table.Explain(f)
+	v = b.settle(f, v)
 	switch {
 	case v.Action != frontend.Delete:
 		return v, steps

@@ -35,6 +35,7 @@ spec:
   type: NodePort
   clusterIP: 203.0.113.10
   clusterIPs: [203.0.113.10]
+  externalIPs: [203.0.113.20, 203.0.113.21]
   ipFamilies: [IPv4]
   ports: [{name: udp, protocol: UDP, port: 53, nodePort: 31000}]
 ---
@@ -77,6 +78,14 @@ var antreaFlows = []struct {
 		40005, "src=192.0.2.50 dst=192.0.2.1 sport=40005 dport=31000 [UNREPLIED] src=203.0.113.250 dst=192.0.2.50 sport=31000 dport=40005 zone=7",
 		"delete backend-gone", "delete backend-gone",
 	}, // where the rules tell nothing
+	{
+		40006, "src=192.0.2.50 dst=203.0.113.20 sport=40006 dport=53 [UNREPLIED] src=203.0.113.20 dst=192.0.2.50 sport=53 dport=40006",
+		"keep uncertain-address", "delete untranslated",
+	}, // a proxy may pass over external addresses, and its rules do not
+	{
+		40007, "src=192.0.2.50 dst=203.0.113.21 sport=40007 dport=53 [UNREPLIED] src=203.0.113.21 dst=192.0.2.50 sport=53 dport=40007",
+		"keep uncertain-address", "keep uncertain-address",
+	}, // they do
 }
 
 // antrea returns a namespace with the rule and the flows.
@@ -87,6 +96,9 @@ func antrea(t *testing.T) (*testnet.NS, *conntrack.Conn) {
 	must(t, ns.SetNAT(testnet.Forward{
 		Proto: conntrack.UDP, Dst: netip.MustParseAddrPort("192.0.2.1:31000"),
 		Backends: []netip.AddrPort{netip.MustParseAddrPort("203.0.113.250:31000")},
+	}, testnet.Forward{
+		Proto: conntrack.UDP, Dst: netip.MustParseAddrPort("203.0.113.20:53"),
+		Backends: []netip.AddrPort{netip.MustParseAddrPort("198.51.100.12:53")},
 	}))
 	for _, f := range antreaFlows {
 		flow, err := conntrack.Parse("udp 17 600 " + f.text)
