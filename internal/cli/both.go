@@ -59,6 +59,13 @@ func (in *inputs) askRules(ctx context.Context, w *world) {
 		_ = r.Rules.Close() // nothing was written
 		return
 	}
+	if r.Rules.Rules().Size().Bases == 0 {
+		// Whatever translates here is no rule: that none would translate a flow says
+		// nothing.
+		w.both.notAsked = "there are none"
+		_ = r.Rules.Close() // nothing was written
+		return
+	}
 	r.beside = true
 	w.both.rules = r
 }
