@@ -100,7 +100,8 @@ type Agent struct {
 	conn      sweep.Conn
 	rules     Ruleset
 	exact     Rules // nil: the rules cannot be read
-	byRules   bool  // without sources
+	noRules   string
+	byRules   bool // without sources
 	ruleState rulesState
 	log       *slog.Logger
 	observers []Observer
@@ -118,6 +119,8 @@ type Agent struct {
 	trusted   bool      // as of then, whether the ruleset's generation is
 	told      bool      // what the rules do was known when they were read last
 	untold    string    // why it was not
+	unasked   string    // why the rules are not asked at all; "": they are
+	warnings  []string  // of what the agent can do nothing about
 	ready     bool      // all sources complete and a first pass done
 	lastFull  time.Time
 	lastPass  *Pass
@@ -145,7 +148,9 @@ type Options struct {
 	Ruleset Ruleset
 	// Rules, if set, makes settling exact. Without sources it is what flows are
 	// judged by.
-	Rules     Rules
+	Rules Rules
+	// NoRules tells in words why Rules is not set.
+	NoRules   string
 	Sources   []source.Source
 	Log       *slog.Logger // nil: none
 	Observers []Observer
@@ -158,8 +163,11 @@ func New(o Options) *Agent {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
+	if o.NoRules == "" {
+		o.NoRules = "they are not read"
+	}
 	a := &Agent{
-		conn: o.Conn, rules: o.Ruleset, exact: o.Rules, byRules: o.Rules != nil && len(o.Sources) == 0,
+		conn: o.Conn, rules: o.Ruleset, exact: o.Rules, noRules: o.NoRules, byRules: o.Rules != nil && len(o.Sources) == 0,
 		log: o.Log, observers: o.Observers, onFlow: o.OnFlow, sources: o.Sources,
 		cfg:       o.Config,
 		table:     frontend.NewTable(frontend.Options{Policy: o.Config.Policy, Zones: o.Config.Zones}),
@@ -314,6 +322,7 @@ func (a *Agent) plan(busy bool) (*job, time.Duration) {
 	defer a.mu.Unlock()
 	now := a.now()
 	a.beat, a.trusted = now, trusted
+	a.noteCircumstances(trusted)
 	sleep := idle
 	until := func(t time.Time) {
 		if !t.IsZero() {

@@ -357,7 +357,7 @@ func TestComesBack(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			b := newBedWith(t, legacy, nil, window)
+			b := newBedWith(t, legacy, readRules, window)
 			wrong := tc.play(b)
 			b.await(func(st agent.Status) bool { return len(st.Disagrees) == 1 })
 			at := time.Now()
@@ -370,7 +370,11 @@ func TestComesBack(t *testing.T) {
 			if most := tc.most(after); len(deleted) > most {
 				t.Errorf("%d passes deleted in %s, want %d at most", len(deleted), after, most)
 			}
-			d := b.agent.Status().Disagrees[0]
+			s := b.agent.Status()
+			if !strings.Contains(s.RulesFault, "iptables-legacy has a nat table") {
+				t.Errorf("why the rules are not asked: %q", s.RulesFault)
+			}
+			d := s.Disagrees[0]
 			if d.Frontend != vip.String()+"/UDP" || d.Backend != wrong || d.Owner != "dns" || !strings.Contains(d.Evidence, "dport=53") {
 				t.Errorf("%+v", d)
 			}

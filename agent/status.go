@@ -20,8 +20,11 @@ type Status struct {
 	Sources    []SourceStatus `json:"sources"`
 	Settling   string         `json:"settling"`  // by "rules", "generation" or "time"
 	Unsettled  []Unsettled    `json:"unsettled"` // 1000 at most
-	// RulesFault tells why what the NAT rules do cannot be told.
+	// RulesFault tells why what the NAT rules do cannot be told, or why they are not
+	// asked.
 	RulesFault string `json:"rulesFault,omitempty"`
+	// Warnings tell of what the agent can do nothing about.
+	Warnings []string `json:"warnings,omitempty"`
 	// UnsettledTotal is how many there are.
 	UnsettledTotal int             `json:"unsettledTotal"`
 	Disagrees      []*Disagreement `json:"rulesetDisagrees"`
@@ -74,7 +77,7 @@ func (a *Agent) Status() Status {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	s := Status{
-		Time: a.now(), Started: a.started, Ready: a.ready, DryRun: a.cfg.DryRun, ByRules: a.byRules, RulesFault: a.untold,
+		Time: a.now(), Started: a.started, Ready: a.ready, DryRun: a.cfg.DryRun, ByRules: a.byRules, RulesFault: a.untold, Warnings: a.warnings,
 		Frontends: frontends, Tombstones: tombstones,
 		Settling: "time", LastFull: a.lastFull, Failures: a.failures,
 		Unsettled: []Unsettled{}, Disagrees: []*Disagreement{},
@@ -84,6 +87,9 @@ func (a *Agent) Status() Status {
 	}
 	if a.trusted && a.told {
 		s.Settling = "rules"
+	}
+	if a.unasked != "" {
+		s.RulesFault = a.unasked
 	}
 	if a.saved.err != nil {
 		s.StateFile = a.saved.err.Error()

@@ -110,16 +110,14 @@ type Disagreement struct {
 	Owner    string         `json:"owner"`
 	Backend  netip.AddrPort `json:"backend"` // where flows are sent wrongly; the frontend itself where untranslated
 	Since    time.Time      `json:"since"`
-	Passes   int            `json:"passes"`         // that found it
+	Passes   int            `json:"passes"`         // that found it; 0: the rules alone tell of it
 	Evidence string         `json:"evidence"`       // one such flow, or what the rules may give
 	Rule     string         `json:"rule,omitempty"` // that makes it, where the rules could be read
 	Kind     frontend.Kind  `json:"-"`
-
-	left bool // flows tell of it that are left
 }
 
 // byRule tells whether the rules alone tell of it, flows or not.
-func (d *Disagreement) byRule() bool { return d.Rule != "" && !d.left }
+func (d *Disagreement) byRule() bool { return d.Passes == 0 }
 
 // watches is the set of what is not settled.
 type watches struct {
@@ -412,7 +410,7 @@ func (w *watches) found(k frontend.Key, s sight) *Disagreement {
 	r.left = s.left
 	if d := x.disagrees; d != nil {
 		if d.Backend == to && !d.byRule() {
-			d.Passes, d.Evidence, d.Rule, d.left = r.passes, f.String(), s.rule, s.left
+			d.Passes, d.Evidence, d.Rule = r.passes, f.String(), s.rule
 		}
 		return nil
 	}
@@ -425,7 +423,7 @@ func (w *watches) found(k frontend.Key, s sight) *Disagreement {
 	}
 	x.disagrees = &Disagreement{
 		Frontend: flowKey(f).String(), Owner: s.verdict.Owner, Kind: s.verdict.Kind,
-		Backend: to, Since: r.since, Passes: r.passes, Evidence: f.String(), Rule: s.rule, left: s.left,
+		Backend: to, Since: r.since, Passes: r.passes, Evidence: f.String(), Rule: s.rule,
 	}
 	return x.disagrees
 }
@@ -435,7 +433,8 @@ func (w *watches) found(k frontend.Key, s sight) *Disagreement {
 func (w *watches) unmade(keys []frontend.Key, to netip.AddrPort, agrees func(*Disagreement)) {
 	for _, k := range keys {
 		x := w.keys[k]
-		if d := x.disagrees; d != nil && d.left && d.Backend == to {
+		d, r := x.disagrees, x.returning[to]
+		if d != nil && d.Backend == to && !d.byRule() && r != nil && r.left {
 			x.disagrees, w.at = nil, time.Time{}
 			delete(x.returning, to)
 			agrees(d)

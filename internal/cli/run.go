@@ -311,6 +311,7 @@ func (d *daemon) run(ctx context.Context) error {
 		sources = append(sources, d.host)
 		options.Sources = sources
 	}
+	options.NoRules = "settling.rules is off"
 	if byRules || d.cfg.Settling.Rules {
 		judge, err := d.rules(ctx, &ns, byRules)
 		switch {
@@ -320,7 +321,7 @@ func (d *daemon) run(ctx context.Context) error {
 		case byRules:
 			return err
 		default:
-			d.log.Info("the NAT rules cannot be read; settling goes by commits and by time", "err", err)
+			options.NoRules = err.Error()
 		}
 	}
 	d.agent = agent.New(options)

@@ -198,6 +198,12 @@ func (t *statusPage) summary(s *agent.Status) {
 	default:
 		t.fact("settling", "by time: commits to the rules cannot be seen")
 	}
+	if !s.ByRules && s.RulesFault != "" {
+		t.fact("NAT rules", "not asked: %s", s.RulesFault)
+	}
+	for _, w := range s.Warnings {
+		t.fact("warning", "%s", w)
+	}
 	if p := s.LastPass; p != nil {
 		kind := "narrow"
 		if p.Full {
@@ -331,6 +337,9 @@ func (t *statusPage) disagrees(s *agent.Status) {
 	}
 	t.rows([]string{"RULESET DISAGREES", "SENDS TO", "SINCE", "PASSES", "OWNER"}, rows, func(i int) {
 		t.wrap("  ", "    ", s.Disagrees[i].Evidence)
+		if rule := s.Disagrees[i].Rule; rule != "" {
+			t.wrap("  by ", "    ", rule)
+		}
 	})
 	t.WriteByte('\n')
 	t.wrap("", "", "The rules go on making these translations, which are wrong by the desired state. "+

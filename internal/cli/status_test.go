@@ -22,6 +22,7 @@ import (
 	"github.com/flowsweep/flowsweep/agent"
 	"github.com/flowsweep/flowsweep/agent/config"
 	"github.com/flowsweep/flowsweep/internal/admin"
+	"github.com/flowsweep/flowsweep/internal/nft"
 )
 
 // statuses are what agents say, by the name of the file that shows it to people.
@@ -103,7 +104,17 @@ func statuses() map[string]agent.Status {
 	rules.ByRules, rules.Settling, rules.Frontends, rules.Tombstones, rules.Sources = true, "rules", 0, 0, nil
 	blind := rules
 	blind.Settling, blind.RulesFault = "time", "iptables-legacy has NAT rules, which are not read"
+	unasked := well
+	unasked.Settling, unasked.RulesFault = "time", "IPVS forwards here, by a table of its own"
+	unasked.Warnings = []string{nft.IPVSHeld}
+	router := well
+	router.Settling = "rules"
+	router.Disagrees = []*agent.Disagreement{{
+		Frontend: "203.0.113.10:53/UDP", Owner: "dns", Backend: backend, Since: ago(12 * time.Minute), Passes: 12,
+		Evidence: busy.Disagrees[0].Evidence, Rule: "ip nat PREROUTING handle 7",
+	}}
 	return map[string]agent.Status{
+		"unasked": unasked, "router": router,
 		"well": well, "busy": busy, "starting": starting, "wide": wide, "rules": rules, "blind": blind,
 	}
 }
