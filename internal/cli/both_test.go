@@ -181,12 +181,12 @@ func TestStateAndRules(t *testing.T) {
 			t.Errorf("exit %d, want %q in\n%s%s", code, part, stdout, stderr)
 		}
 	}
-	if out := check("sweep"); out.Summary.Deleted != 3 {
+	if out := check("sweep"); out.Summary.Deleted != 4 {
 		t.Errorf("%+v", out.Summary)
 	}
 	left, err := c.List(t.Context(), conntrack.Filter{})
 	must(t, err)
-	if len(left) != 3 {
+	if len(left) != 4 {
 		t.Errorf("left: %v", left)
 	}
 }
@@ -196,7 +196,7 @@ func TestClusterAndRules(t *testing.T) {
 	ns, c := antrea(t)
 	server := httptest.NewServer(&apiServer{lists: map[string]string{
 		"services": `{"metadata":{"namespace":"default","name":"dns","uid":"u"},
- "spec":{"type":"NodePort","clusterIP":"203.0.113.10","ports":[{"name":"udp","protocol":"UDP","port":53,"nodePort":31000}]}}`,
+ "spec":{"type":"NodePort","clusterIP":"203.0.113.10","externalIPs":["203.0.113.20","203.0.113.21"],"ports":[{"name":"udp","protocol":"UDP","port":53,"nodePort":31000}]}}`,
 		"endpointslices": strings.ReplaceAll(dnsSlice, "198.51.100.11", "198.51.100.12"),
 		"nodes":          nodeN1, "servicecidrs": serviceRange, "pods": "",
 	}})
@@ -321,6 +321,11 @@ func TestStateAlone(t *testing.T) {
 			ns, c := flows(t)
 			if tt.legacy {
 				nstest.LegacyNAT(t, ns)
+			} else {
+				must(t, ns.SetNAT(testnet.Forward{
+					Proto: conntrack.UDP, Dst: netip.MustParseAddrPort("203.0.113.10:53"),
+					Backends: []netip.AddrPort{netip.MustParseAddrPort("198.51.100.11:53")},
+				}))
 			}
 			args := append([]string{"--netns", ns.Path(), "--state", state}, tt.args...)
 			planned, code, stderr := runJSON(t, append([]string{"plan"}, args...)...)
