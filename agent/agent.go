@@ -313,6 +313,7 @@ type job struct {
 	dryRun  bool
 	rate    int
 	exact   bool // the rules are known as they are
+	relied  bool // a flow is to go because they would not make it
 }
 
 // plan decides what to do now, and how long to sleep if nothing happens.

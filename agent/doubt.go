@@ -216,6 +216,7 @@ func (c cautious) Judge(f *conntrack.Flow) frontend.Verdict {
 	case ruleset.Moved: // a pass by the new ones follows at once
 		c.leave(f, v, m, "")
 	case ruleset.Never, ruleset.Untold:
+		c.job.relied = c.job.relied || m == ruleset.Never
 		if !c.waits(f, v, m) {
 			return v
 		}

@@ -246,15 +246,24 @@ func (c cautious) rules(f *conntrack.Flow) (again ruleset.Again, by string) {
 }
 
 // Confirm implements sweep.Confirmer. What the rules cannot tell goes by time, and
-// is not for them to confirm.
+// is not for them to confirm. What they do not confirm is not deleted.
 func (c cautious) Confirm() error {
-	if !c.job.exact {
+	if !c.job.relied {
 		return nil
 	}
-	if err := c.exact.Err(); err != nil && !errors.Is(err, ruleset.ErrStale) {
+	err := c.exact.Err()
+	if err != nil && !errors.Is(err, ruleset.ErrStale) {
 		return nil
 	}
-	return c.exact.Confirm()
+	if err == nil {
+		err = c.exact.Confirm()
+	}
+	if err != nil {
+		c.mu.Lock()
+		c.doubts.undo(c.job.start)
+		c.mu.Unlock()
+	}
+	return err
 }
 
 // leave leaves a flow that the rules would make again, and sees to it that it is
