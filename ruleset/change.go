@@ -244,7 +244,7 @@ func (d *difference) chains(o, c *chain, at Suspect, depth int) {
 // same looks at a rule that is in both generations: what it leads to may have
 // changed.
 func (d *difference) same(c *chain, r *rule, at Suspect, depth int) {
-	if !d.step() || r.passes() && !d.leadsOn(r) {
+	if !d.step() || r.passes(true) && !d.leadsOn(r) {
 		return
 	}
 	k := newKnowledge(at)
@@ -487,7 +487,7 @@ func (d *difference) leavesOf(c *chain, at Suspect, depth int) {
 
 // leaf makes suspect what one rule decides.
 func (d *difference) leaf(c *chain, r *rule, at Suspect, depth int) {
-	if !d.step() || r.passes() {
+	if !d.step() || r.passes(true) {
 		return
 	}
 	k := newKnowledge(at)
@@ -495,7 +495,7 @@ func (d *difference) leaf(c *chain, r *rule, at Suspect, depth int) {
 		if !k.take(o) {
 			return // matches nothing that comes here
 		}
-		if !decisive(o) {
+		if !decisive(o) && !setsMark(o) { // a mark may decide elsewhere
 			continue
 		}
 		switch o := o.(type) {

@@ -280,9 +280,18 @@ func (s *scene) round(tb testing.TB, seed uint64, count *tally) bool {
 	tb.Helper()
 	g := &generator{Rand: rand.New(rand.NewPCG(seed, 6)), v6: seed%2 == 1}
 	var wrote []string
-	// Connection tracking begins with the first rule that needs it.
-	s.run(tb, "flush ruleset\ntable inet track { chain c { type filter hook input priority 0; ct state new\n}\n}\n",
-		"nft", "-f", "-")
+	// Connection tracking begins with the first rule that needs it. Packets come to the
+	// NAT rules with any mark.
+	s.run(tb, `flush ruleset
+table inet track {
+	chain c { type filter hook input priority 0; ct state new
+	}
+	chain pre { type filter hook prerouting priority -150; meta mark set numgen random mod 32; ct mark set numgen random mod 16
+	}
+	chain out { type filter hook output priority -150; meta mark set numgen random mod 32; ct mark set numgen random mod 16
+	}
+}
+`, "nft", "-f", "-")
 	kind := g.IntN(4)
 	if kind != 1 {
 		text := ""

@@ -76,10 +76,13 @@ type eval struct {
 	nh   header // the network header
 	th   header // the transport header
 
+	// With tracked, what rules set marks to counts, which takes longer, since a chain
+	// may do another thing with another mark. marked: a mark was read.
+	tracked, marked bool
+
 	read  deps
-	limit int // of steps
-	steps int // that are left
-	done  []chainResult
+	limit int    // of steps
+	steps int    // that are left
 	cur   ruleAt // where the packet is
 
 	why   string // set: anything may happen
@@ -116,19 +119,39 @@ type traced struct {
 	effect string
 }
 
+// chainResult is what a chain does with the packet.
 type chainResult struct {
-	chain  *chain
-	cont   bool // the packet may come out at the end, or by a return
-	accept bool // the packet may be accepted, which ends the base chain
+	in     marks // that it came with
+	cont   exit  // at the end, or by a return
+	accept exit  // by being accepted, which ends the base chain
+}
+
+// exit is a way out of a chain or a rule.
+type exit struct {
+	open  bool  // the packet may take it
+	marks marks // as far as they are then known
+}
+
+func (x *exit) take(m marks) {
+	if x.open {
+		m = m.join(x.marks)
+	}
+	x.open, x.marks = true, m
+}
+
+func (x *exit) add(y exit) {
+	if y.open {
+		x.take(y.marks)
+	}
 }
 
 // frame is what a chain's rules have done so far with the packet.
 type frame struct {
 	depth  int
 	rule   *rule
-	next   bool // it may come to the next rule
-	cont   bool
-	accept bool
+	next   exit // to the next rule
+	cont   exit
+	accept exit
 }
 
 // start sets an evaluation up for a packet.
@@ -136,7 +159,7 @@ func (e *eval) start(p Packet) {
 	e.p, e.v4 = p, p.Dst.Is4()
 	e.read, e.steps, e.why, e.err = 0, e.limit, "", nil
 	e.drop, e.by, e.cur, e.trace = false, ruleAt{}, ruleAt{}, nil
-	e.to, e.many, e.done = e.to[:0], e.many[:0], e.done[:0]
+	e.to, e.many, e.marked = e.to[:0], e.many[:0], false
 	e.nh, e.th = header{}, header{}
 	set := func(h *header, off int, data ...byte) {
 		copy(h.val[off:], data)
@@ -222,59 +245,83 @@ func (e *eval) at(hook uint32) (untranslated bool) {
 // hookChains calls the base chains of a hook as nf_nat_inet_fn does: the first
 // that translates, or drops, is the last. Of those with equal priority, the one
 // registered last comes first (nf_hook_entries_grow), and no dump tells which
-// that is: each of them may be met.
+// that is: each of them may be met, with any marks.
 func (e *eval) hookChains(hook uint32) (untranslated bool) {
-	e.done = e.done[:0] // results depend on hook and interface
+	e.m.runs++ // results depend on hook and interface
 	for _, c := range e.m.writers[hook] {
 		if !c.meets(e.v4) {
 			continue
 		}
 		// Only whether it comes to a rule that writes is of interest: a packet that is
 		// dropped, or accepted earlier, makes no difference to the others.
-		if e.follow(c, 0); e.why != "" {
+		if e.follow(c, 0, marks{}); e.why != "" {
 			return false
 		}
 	}
 	list := e.m.baseChains(hook)
+	var known marks
 	for len(list) > 0 {
-		priority, all := list[0].priority, true
+		priority, all, n := list[0].priority, true, 0
+		for _, c := range list {
+			if c.priority == priority && c.meets(e.v4) {
+				n++
+			}
+		}
+		var out exit
 		for len(list) > 0 && list[0].priority == priority {
 			c := list[0]
 			list = list[1:]
 			if !c.meets(e.v4) {
 				continue
 			}
-			r := e.follow(c, 0)
+			if n > 1 {
+				known = marks{}
+			}
+			r := e.follow(c, 0, known)
 			if e.why != "" {
 				return false
 			}
 			on := r.accept
-			if r.cont {
+			if r.cont.open {
 				if c.drop {
 					e.note(nil, "drops by its policy", c)
 					e.drop = true
 				} else {
-					on = true
+					on.take(r.cont.marks)
 				}
 			}
-			all = all && on
+			all = all && on.open
+			out.add(on)
 		}
 		if !all {
 			return false
+		}
+		if n == 1 {
+			known = out.marks
 		}
 	}
 	return true
 }
 
-// meets tells whether packets of a family come to a chain.
-func (c *chain) meets(v4 bool) bool { return c.table.family == INet || (c.table.family == IPv4) == v4 }
+// meets tells whether packets of a family come to a base chain.
+func (c *chain) meets(v4 bool) bool {
+	f := c.table.family
+	return f == INet || (f == IPv4) == v4
+}
 
 // follow leads the packet through a chain.
-func (e *eval) follow(c *chain, depth int) chainResult {
-	for i := range e.done {
-		if e.done[i].chain == c {
-			return e.done[i]
+func (e *eval) follow(c *chain, depth int, in marks) chainResult {
+	if c.at != e.m.runs {
+		c.at, c.met = e.m.runs, c.met[:0]
+	}
+	for i := range c.met {
+		if c.met[i].in == in {
+			return c.met[i]
 		}
+	}
+	if e.steps -= len(c.met); e.steps < 0 {
+		e.giveUp(e.tooMuch())
+		return chainResult{}
 	}
 	if depth > maxDepth {
 		e.giveUp(whyDepth)
@@ -285,7 +332,7 @@ func (e *eval) follow(c *chain, depth int) chainResult {
 		e.giveUp(whyLong)
 		return chainResult{}
 	}
-	f := frame{depth: depth, next: true}
+	f := frame{depth: depth, next: exit{true, in}}
 	rules, some := c.each(), c.candidates(e.p)
 	for i := some.take(); i < len(rules); i = some.take() {
 		r := &rules[i]
@@ -293,21 +340,22 @@ func (e *eval) follow(c *chain, depth int) chainResult {
 			e.giveUp(e.tooMuch())
 			return chainResult{}
 		}
-		if r.passes() {
+		if r.passes(e.tracked) {
 			continue
 		}
-		e.cur, f.rule, f.next = ruleAt{c, r.handle}, r, false
-		var regs regs
+		regs := regs{marks: f.next.marks}
+		e.cur, f.rule, f.next = ruleAt{c, r.handle}, r, exit{}
 		e.exec(r.operations(), &regs, &f)
 		if e.why != "" {
 			return chainResult{}
 		}
-		if !f.next {
+		if !f.next.open {
 			break
 		}
 	}
-	res := chainResult{c, f.cont || f.next, f.accept}
-	e.done = append(e.done, res)
+	f.cont.add(f.next)
+	res := chainResult{in, f.cont, f.accept}
+	c.met = append(c.met, res)
 	return res
 }
 
@@ -402,6 +450,13 @@ func (e *eval) exec(ops []op, r *regs, f *frame) {
 		case *xtNat:
 			e.xtNat(o, f)
 			return
+		case *setMarkOp, *xtSetMark, *xtConnmark, *forgetMark:
+			if e.tracked {
+				r.marks.set(o, r)
+			}
+		case *xtMark:
+			e.marked = true
+			met = o.match(r.marks)
 		case *xtRecent:
 			e.drop = true
 			met = between(!o.invert, o.invert)
@@ -421,13 +476,13 @@ func (e *eval) exec(ops []op, r *regs, f *frame) {
 		}
 		switch met {
 		case no:
-			f.next = true
+			f.next.take(r.marks)
 			return
 		case unsure:
-			f.next = true
+			f.next.take(r.marks)
 		}
 	}
-	f.next = true
+	f.next.take(r.marks)
 }
 
 // matcher is a match of x_tables.
@@ -482,7 +537,7 @@ func (e *eval) meta(o *metaOp, r *regs) trilean {
 		e.read |= depOut
 		return e.device(&e.out, o, r)
 	case uapi.NftMetaMark:
-		r.forget(o.dreg, 4)
+		e.mark(r.marks.packet, o.dreg, r)
 	default:
 		// The rest has no interface, socket or route for some packets, and then
 		// breaks.
@@ -490,6 +545,12 @@ func (e *eval) meta(o *metaOp, r *regs) trilean {
 		return unsure
 	}
 	return yes
+}
+
+func (e *eval) mark(m bits32, dreg int, r *regs) {
+	e.marked = true
+	binary.NativeEndian.PutUint32(r.val[dreg:], m.val)
+	binary.NativeEndian.PutUint32(r.known[dreg:], m.known)
 }
 
 func (e *eval) nfproto() byte {
@@ -539,7 +600,7 @@ func (e *eval) ct(o *ctOp, r *regs) trilean {
 		binary.NativeEndian.PutUint32(r.known[o.dreg:], uapi.CtStatusUnset)
 		return yes
 	case uapi.NftCtMark:
-		r.forget(o.dreg, 4)
+		e.mark(r.marks.conn, o.dreg, r)
 		return yes
 	case uapi.NftCtL3protocol:
 		r.put(o.dreg, []byte{e.nfproto()})
@@ -611,7 +672,7 @@ func (e *eval) types(a netip.Addr, device bool) Types {
 func (e *eval) lookup(o *lookupOp, rest []op, r *regs, f *frame) {
 	s := o.set
 	if s.dynamic {
-		f.next = true
+		f.next.take(r.marks)
 		switch o.dreg {
 		case regVerdict:
 			e.giveUp(whyDynamic)
@@ -655,7 +716,7 @@ func (e *eval) lookup(o *lookupOp, rest []op, r *regs, f *frame) {
 			found, miss = miss, found
 		}
 		if miss {
-			f.next = true
+			f.next.take(r.marks)
 		}
 		if found {
 			e.exec(rest, r, f)
@@ -664,7 +725,7 @@ func (e *eval) lookup(o *lookupOp, rest []op, r *regs, f *frame) {
 	}
 	use := func(index int) {
 		if x.mayFail(index) {
-			f.next = true
+			f.next.take(r.marks)
 		}
 		if o.dreg == regVerdict {
 			e.verdict(x.to[index], rest, r, f)
@@ -690,7 +751,7 @@ func (e *eval) lookup(o *lookupOp, rest []op, r *regs, f *frame) {
 	case miss && x.catchall >= 0:
 		use(x.catchall)
 	case miss:
-		f.next = true
+		f.next.take(r.marks)
 	}
 }
 
@@ -707,29 +768,29 @@ func (e *eval) verdict(v *verdictOp, rest []op, r *regs, f *frame) {
 	switch v.code {
 	case uapi.NfAccept:
 		e.note(f.rule, "accepts it", e.cur.chain)
-		f.accept = true
+		f.accept.take(r.marks)
 	case uapi.NfDrop:
 		e.note(f.rule, "drops it", e.cur.chain)
 		e.drop = true
 	case uapi.NftReturn:
-		f.cont = true
+		f.cont.take(r.marks)
 	case uapi.NftContinue:
 		e.exec(rest, r, f)
 	case uapi.NftBreak:
-		f.next = true
+		f.next.take(r.marks)
 	case uapi.NftJump, uapi.NftGoto:
 		if e.retain {
 			e.note(f.rule, "leads to "+v.chain.name, e.cur.chain)
 		}
 		cur := e.cur
-		res := e.follow(v.chain, f.depth+1)
+		res := e.follow(v.chain, f.depth+1, r.marks)
 		e.cur = cur
-		f.accept = f.accept || res.accept
+		f.accept.add(res.accept)
 		// A chain that was gone to returns to whoever called this one.
 		if v.code == uapi.NftGoto {
-			f.cont = f.cont || res.cont
+			f.cont.add(res.cont)
 		} else {
-			f.next = f.next || res.cont
+			f.next.add(res.cont)
 		}
 	default:
 		e.giveUp(whyVerdict)

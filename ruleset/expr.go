@@ -369,7 +369,7 @@ func decodeMeta(b []byte) (op, bool) {
 		return nil, false
 	}
 	if sreg != unset {
-		return nil, true // sets a mark and the like, which are not read from the tuple
+		return decodeMarkSet(key == uapi.NftMetaMark, false, sreg)
 	}
 	off, ok := register(dreg)
 	length := uapi.NftReg32Size
@@ -402,11 +402,21 @@ func decodeCt(b []byte) (op, bool) {
 		return nil, false
 	}
 	if sreg != unset {
-		return nil, true
+		return decodeMarkSet(key == uapi.NftCtMark, true, sreg)
 	}
 	off, ok := register(dreg)
 	o.key, o.dreg = key, off
 	return o, ok && span(off, uapi.NftReg32Size)
+}
+
+// decodeMarkSet decodes what sets a mark, or else a priority, a label and the like,
+// which lead a packet nowhere.
+func decodeMarkSet(mark, conn bool, sreg uint32) (op, bool) {
+	if !mark {
+		return nil, true
+	}
+	off, ok := register(sreg)
+	return &setMarkOp{conn, off}, ok && span(off, uapi.NftReg32Size)
 }
 
 func decodeBitwise(b []byte) (op, bool) {

@@ -214,7 +214,8 @@ func (t *nftTable) match() string {
 		return t.pick("ct state new", "ct state established,related", "ct direction original", "ct status dnat",
 			"ct mark 0", fmt.Sprintf("ct original %s daddr %s", ip, t.dst()), "ct original proto-dst "+fmt.Sprint(t.port()))
 	case 20:
-		return t.pick("meta mark 1", "meta mark and 1 == 1", "meta mark set 1", "meta mark and 0 == 0")
+		return t.pick("meta mark 1", "meta mark and 1 == 1", "meta mark set 1", "meta mark and 0 == 0", "meta mark { 1, 2 }",
+			"meta mark != 2", "ct mark 1", "ct mark and 2 == 2", "ct mark 1 meta mark 1")
 	case 21:
 		return t.pick("numgen inc mod 3 == 0", "numgen random mod 2 == 0", "numgen inc mod 2 < 1", "symhash mod 2 == 0",
 			fmt.Sprintf("jhash %s saddr mod 2 == 0", ip))
@@ -257,7 +258,9 @@ func (t *nftTable) high() string {
 }
 
 func (t *nftTable) statement() string {
-	return t.pick("", "", "counter", "meta mark set 0x4000", "ct mark set 7", "counter name seen")
+	return t.pick("", "", "", "counter", "counter name seen", "meta mark set 0x4000", "meta mark set 1", "meta mark set 2",
+		"meta mark set meta mark and 0xfffffff0", "meta mark set meta mark or 1", "meta mark set ct mark", "ct mark set meta mark",
+		"ct mark set 1", fmt.Sprintf("meta mark set udp dport map { %d : 1, %d : 2 }", 50+t.IntN(5), 55+t.IntN(5)))
 }
 
 // target is what a verdict map may hold, from chain number on.
@@ -404,7 +407,7 @@ func (g *generator) xtMatches(proto string, pre, out bool) string {
 	if g.v6 {
 		low, high = "2001:db8:5::1", "2001:db8:5::3"
 	}
-	switch g.IntN(19) {
+	switch g.IntN(21) {
 	case 0, 1:
 		fmt.Fprintf(&b, " -m addrtype%s--dst-type LOCAL", not())
 	case 2:
@@ -419,8 +422,8 @@ func (g *generator) xtMatches(proto string, pre, out bool) string {
 		fmt.Fprintf(&b, " -m statistic --mode nth --every %s --packet 0", g.pick("2", "1", "3"))
 	case 7:
 		fmt.Fprintf(&b, " -m iprange%s--dst-range %s-%s", not(), low, high)
-	case 8:
-		fmt.Fprintf(&b, " -m mark%s--mark 0x1/0x1", not())
+	case 8, 16, 17:
+		fmt.Fprintf(&b, " -m %s%s--mark %s", g.pick("mark", "mark", "connmark"), not(), g.pick("0x1/0x1", "0x1", "0x2/0x3", "0x0/0x4000"))
 	case 9:
 		fmt.Fprintf(&b, " -m comment --comment \"a comment\"")
 	case 10:
@@ -447,7 +450,8 @@ func (g *generator) xtAction(proto string, from, chains int) string {
 	case 3:
 		return " -j " + g.pick("ACCEPT", "RETURN")
 	case 4:
-		return " -j MARK --set-xmark 0x4000/0x4000"
+		return " -j " + g.pick("MARK --set-xmark 0x4000/0x4000", "MARK --set-mark 1", "MARK --set-xmark 2/3", "MARK --or-mark 1",
+			"CONNMARK --set-xmark 1/1", "CONNMARK --save-mark", "CONNMARK --restore-mark", "CONNMARK --save-mark --nfmask 1 --ctmask 3")
 	case 5, 6, 7:
 		return " -j DNAT --to-destination " + g.backend()
 	case 8:

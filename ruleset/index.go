@@ -114,7 +114,7 @@ func (r *rule) key(v4 bool) (addr netip.Addr, port int) {
 		}
 		written, n := -1, 0
 		switch o := decodeExpr(r.chain.table, a.val).(type) {
-		case nil, *rangeOp, *xtMultiport, *xtAddrtype, *xtIprange, *xtConntrack, *xtChance:
+		case nil, *rangeOp, *xtMultiport, *xtAddrtype, *xtIprange, *xtConntrack, *xtChance, *xtMark:
 		case *payloadOp:
 			load = o
 		case *metaOp:

@@ -474,6 +474,29 @@ func TestChange(t *testing.T) {
 		6*rounds, all, same, packets, differing, suspect)
 }
 
+// A service that comes, with its rules that set marks, makes its own destinations
+// suspect and no others.
+func TestChangeOfMarks(t *testing.T) {
+	if _, err := exec.LookPath("iptables-nft-restore"); err != nil {
+		t.Skip("install iptables: ", err)
+	}
+	s := newScene(t)
+	s.run(t, kubeIPTables(400), "iptables-nft-restore")
+	j, err := NewJudge(t.Context(), Config{NetNS: s.router.Path(), Host: s.host})
+	must(t, err)
+	defer j.Close()
+	s.run(t, kubeIPTables(404), "iptables-nft-restore")
+	c := reload(t, j)
+	if c.All || len(c.Suspects) != 1 || c.Suspects[0].String() != "udp "+benchService(100)+"/32:53" {
+		t.Errorf("suspect: %+v", c)
+	}
+	s.run(t, "*nat\n-I KUBE-SEP-00007 -d "+benchService(7)+" -p udp -m udp --dport 53 -j MARK --set-mark 7\nCOMMIT\n", "iptables-nft-restore", "--noflush")
+	c = reload(t, j)
+	if c.All || len(c.Suspects) != 1 || c.Suspects[0].String() != "udp "+benchService(7)+"/32:53" {
+		t.Errorf("after a mark is set, suspect: %+v", c)
+	}
+}
+
 // change makes a small change to the ruleset of a generator.
 func (s *scene) change(tb testing.TB, g *generator, restore, list string) string {
 	tb.Helper()

@@ -129,9 +129,15 @@ type chain struct {
 	rules    []rule
 	split    bool      // raw, into rules
 	indices  [2]*index // for packets of IPv4 and IPv6, once one was here
-	inert    trilean   // nothing in it ends or turns a packet's way: it may be passed over
-	n        int       // rules, while they are read
-	tooLong  bool      // it has more than are read
+	// inert: nothing in it ends or turns a packet's way, so that it may be passed over;
+	// the second also that nothing sets a mark.
+	inert [2]trilean
+	// met is what it did with the packet that is followed now, for each marks that it
+	// came with.
+	met     []chainResult
+	at      uint64 // the model's run that met is of
+	n       int    // rules, while they are read
+	tooLong bool   // it has more than are read
 }
 
 // rule is one rule, which is decoded when it is looked at.
@@ -141,7 +147,7 @@ type rule struct {
 	exprs   []byte // NFTA_RULE_EXPRESSIONS
 	ops     []op
 	decoded bool
-	inert   trilean // as passes tells
+	inert   [2]trilean // as passes tells
 }
 
 // operations decodes the rule.
@@ -167,6 +173,8 @@ type model struct {
 	objects int
 	raw     int
 	held    int // memory for elements
+	// runs counts the hooks and interfaces that packets were followed through.
+	runs uint64
 	// base has the base chains by hook, ordered by priority (baseChains).
 	base map[uint32][]*chain
 	// writers has those of the chains before, by hook, from which packets come to
@@ -438,29 +446,39 @@ func (c *chain) each() []rule {
 
 // harmless tells whether a packet leaves a chain, and the chains that it jumps
 // to, as it came in, whatever the rules match: then they need not be looked at.
-// Chains that only set marks are such.
-func (c *chain) harmless(depth int) bool {
-	if c.inert != unsure {
-		return c.inert == yes
+// Chains that only set marks are such, unless marks matter.
+func (c *chain) harmless(depth int, marks bool) bool {
+	if known := c.inert[index01(marks)]; known != unsure {
+		return known == yes
 	}
 	if depth > maxDepth || c.tooLong {
 		return false // not remembered: seen from elsewhere it may be less deep
 	}
 	h := yes
 	for i := range c.each() {
-		if !c.rules[i].returns(depth) {
+		if !c.rules[i].returns(depth, marks) {
 			h = no
 			break
 		}
 	}
-	c.inert = h
+	c.inert[index01(marks)] = h
 	return h == yes
+}
+
+func index01(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
 }
 
 // returns tells whether all that a rule can decide is to leave the chain by its
 // end or a return, or to jump to a chain that does the same.
-func (r *rule) returns(depth int) bool {
+func (r *rule) returns(depth int, marks bool) bool {
 	for _, o := range r.operations() {
+		if marks && setsMark(o) {
+			return false
+		}
 		if !decisive(o) {
 			continue
 		}
@@ -471,7 +489,7 @@ func (r *rule) returns(depth int) bool {
 		switch v.code {
 		case uapi.NftReturn:
 		case uapi.NftJump, uapi.NftGoto:
-			if !v.chain.harmless(depth + 1) {
+			if !v.chain.harmless(depth+1, marks) {
 				return false
 			}
 		default:
@@ -482,22 +500,27 @@ func (r *rule) returns(depth int) bool {
 }
 
 // passes tells whether a rule may be passed over: whatever it matches, the
-// packet goes on to the next rule.
-func (r *rule) passes() bool {
-	if r.inert == unsure {
-		r.inert = yes
+// packet goes on to the next rule, and if marks matter, with the same marks.
+func (r *rule) passes(marks bool) bool {
+	inert := &r.inert[index01(marks)]
+	if *inert == unsure {
+		*inert = yes
 		for _, o := range r.operations() {
+			if marks && setsMark(o) {
+				*inert = no
+				break
+			}
 			if !decisive(o) {
 				continue
 			}
 			v, ok := o.(*verdictOp)
-			if !ok || v.code != uapi.NftJump || !v.chain.harmless(0) {
-				r.inert = no
+			if !ok || v.code != uapi.NftJump || !v.chain.harmless(0, marks) {
+				*inert = no
 				break
 			}
 		}
 	}
-	return r.inert == yes
+	return *inert == yes
 }
 
 // baseChains orders the base chains of a hook as nf_nat_inet_fn calls them:

@@ -15,6 +15,7 @@ const regBytes = 64
 type regs struct {
 	val   [regBytes]byte // 0 where a bit is not known
 	known [regBytes]byte
+	marks marks // which outlive the rule
 }
 
 // put stores a value, and zeros up to the end of its last word, as the kernel

@@ -330,15 +330,28 @@ func (r *Ruleset) outcome(p Packet, h Host, origin Origin) (*Outcome, deps) {
 	if !e.retain { // people may wait
 		e.limit = r.effort.limit()
 	}
-	untranslated := e.run(p, origin)
-	if !e.retain {
-		r.effort.spend(e.limit - e.steps)
-	}
+	o := e.outcome(e.run(p, origin))
+	read, steps := e.read, e.limit-e.steps
 	switch e.why {
 	case whyWork, whyBusy, whyDepth, whyTargets:
-		e.read = 0 // another source's packet need not be tried
+		read = 0 // another source's packet need not be tried
+	default:
+		// Where a mark was read, what rules set it to may decide.
+		if !e.marked || e.err != nil || o.Single() {
+			break
+		}
+		trace := e.trace
+		e.tracked = true
+		if m := e.outcome(e.run(p, origin)); !m.Any {
+			o, trace = m, e.trace
+		}
+		e.trace, e.tracked = trace, false
+		read, steps = read|e.read, steps+e.limit-e.steps
 	}
-	return e.outcome(untranslated), e.read
+	if !e.retain {
+		r.effort.spend(steps)
+	}
+	return o, read
 }
 
 // Step is a rule that has a part in what may happen to a packet.

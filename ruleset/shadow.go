@@ -116,7 +116,7 @@ func (s *shading) leadsOn(m *matching) bool {
 	case *natOp, *redirOp, *xtNat:
 		return true
 	case *verdictOp:
-		return o.chain != nil && !o.chain.harmless(0)
+		return o.chain != nil && !o.chain.harmless(0, false)
 	}
 	return false
 }

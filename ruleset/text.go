@@ -52,6 +52,7 @@ type loaded struct {
 	text  string
 	value func([]byte) string
 	to    string // the text where a packet is translated to it, if that is another
+	data  []byte // what it is, if that is known
 }
 
 func (w *writer) say(format string, args ...any) {
@@ -208,7 +209,7 @@ func (w *writer) op(o op) {
 		}
 		w.load(o.dreg, text, typeValue)
 	case *immediateOp:
-		w.regs[o.dreg] = loaded{value: hexValue, to: immediate(o.data)}
+		w.regs[o.dreg] = loaded{value: hexValue, to: immediate(o.data), data: o.data}
 	case *bitwiseOp:
 		l := w.at(o.sreg)
 		w.load(o.dreg, fmt.Sprintf("%s & %s", l.text, l.value(o.mask)), l.value)
@@ -246,6 +247,17 @@ func (w *writer) op(o op) {
 		w.say("dnat to %s", w.translation(o.addrMin, o.addrMax, o.portMin, o.portMax))
 	case *redirOp:
 		w.say("redirect%s", strings.TrimSuffix(" to "+w.translation(regNone, regNone, o.portMin, o.portMax), " to "))
+	case *setMarkOp:
+		name := "meta mark"
+		if o.conn {
+			name = "ct mark"
+		}
+		l := w.at(o.sreg)
+		text := cmp.Or(l.to, l.text)
+		if l.data != nil {
+			text = markValue(l.data)
+		}
+		w.say("%s set %s", name, text)
 	case *anyOp:
 		w.say("(%s)", o.why)
 	default:
@@ -428,6 +440,18 @@ func (w *writer) xt(o op) {
 		w.say("-m conntrack")
 	case *xtChance:
 		w.say("-m statistic")
+	case *xtSetMark:
+		w.say("-j MARK --set-xmark %#x/%#x", o.mark, o.mask)
+	case *xtConnmark:
+		w.say("-j CONNMARK")
+	case *forgetMark:
+		w.say("(sets a mark)")
+	case *xtMark:
+		name := "mark"
+		if o.conn {
+			name = "connmark"
+		}
+		w.say("-m %s %s--mark %#x/%#x", name, not(o.invert), o.mark, o.mask)
 	case *xtRecent:
 		w.say("-m recent %s--set", not(o.invert))
 	case *xtUnknown:

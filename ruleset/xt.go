@@ -110,6 +110,8 @@ func decodeMatch(t *table, b []byte) (op, bool) {
 		o = decodeStatistic(info)
 	case "recent0", "recent1":
 		o = decodeRecent(info)
+	case "mark1", "connmark1":
+		o = decodeMarkMatch(name == "connmark", info)
 	}
 	switch {
 	case o != nil:
@@ -132,9 +134,8 @@ var neverDrop = map[string]bool{
 // harmlessTargets end with XT_CONTINUE: they note or count something, or change
 // what does not lead the packet elsewhere.
 var harmlessTargets = map[string]bool{
-	"AUDIT": true, "CLASSIFY": true, "CONNMARK": true, "CONNSECMARK": true, "HMARK": true,
-	"IDLETIMER": true, "LED": true, "LOG": true, "MARK": true, "NFLOG": true, "RATEEST": true,
-	"SECMARK": true, "SET": true, "TRACE": true,
+	"AUDIT": true, "CLASSIFY": true, "CONNSECMARK": true, "IDLETIMER": true, "LED": true, "LOG": true,
+	"NFLOG": true, "RATEEST": true, "SECMARK": true, "TRACE": true,
 }
 
 func decodeTarget(t *table, b []byte) (op, bool) {
@@ -145,6 +146,14 @@ func decodeTarget(t *table, b []byte) (op, bool) {
 	v4 := t.family == IPv4
 	if harmlessTargets[name] {
 		return nil, true
+	}
+	switch name {
+	case "MARK":
+		return decodeSetMark(rev, info), true
+	case "CONNMARK":
+		return decodeConnmark(rev, info), true
+	case "HMARK", "SET": // a hash; what a set has, perhaps
+		return &forgetMark{}, true
 	}
 	if t.family == INet && name != "REJECT" {
 		return &anyOp{"the target " + quote(name) + " is not understood in a table of both families"}, true

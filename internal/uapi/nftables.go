@@ -306,6 +306,13 @@ const (
 	NftaDynsetSetName = 1
 )
 
+// XT_CONNMARK_* (linux/netfilter/xt_connmark.h).
+const (
+	XtConnmarkSet     = 0
+	XtConnmarkSave    = 1
+	XtConnmarkRestore = 2
+)
+
 // NF_NAT_RANGE_* (linux/netfilter/nf_nat.h).
 const (
 	NfNatRangeMapIPs         = 1 << 0
