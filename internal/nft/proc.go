@@ -92,11 +92,15 @@ func IPVSAt(proc string) (bool, error) {
 	defer f.Close()
 	// Three lines of heading, then a line for each service, with lines for its
 	// destinations that begin with "->" (ip_vs_info_seq_show).
-	for lines := bufio.NewScanner(f); lines.Scan(); {
+	lines := bufio.NewScanner(f)
+	for lines.Scan() {
 		switch kind, _, _ := strings.Cut(lines.Text(), " "); kind {
 		case "TCP", "UDP", "SCTP", "FWM":
 			return true, nil
 		}
+	}
+	if err := lines.Err(); err != nil {
+		return false, fmt.Errorf("looking for IPVS: %w", err)
 	}
 	return false, nil
 }

@@ -92,6 +92,12 @@ func TestIPVSAt(t *testing.T) {
 		{"a service", map[string]string{ipvs: head + "UDP  CB00710A:0035 rr  \n  -> C633640B:0035      Masq    1      0          0         \n"}, true},
 		{"by mark", map[string]string{ipvs: head + "FWM  00000001 wlc  \n"}, true},
 	}
+	t.Run("cannot be read", func(t *testing.T) {
+		proc := tree(t, map[string]string{ipvs + "/folder": ""})
+		if used, err := IPVSAt(proc); used || err == nil {
+			t.Errorf("got %v, %v", used, err)
+		}
+	})
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
 			got, err := IPVSAt(tree(t, tt.files))
