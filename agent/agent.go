@@ -245,7 +245,7 @@ func (a *Agent) changed(ch frontend.Change) {
 }
 
 // Run feeds from the sources and sweeps until ctx ends. It returns early only
-// if a source cannot go on.
+// if a source cannot go on, or with a *StateFileError at once.
 func (a *Agent) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -253,7 +253,10 @@ func (a *Agent) Run(ctx context.Context) error {
 	a.started, a.beat, a.budgetAt = a.now(), a.now(), a.now()
 	a.budget = a.cfg.WalkBudget * 60
 	a.mu.Unlock()
-	a.restore()
+	if err := a.restore(); err != nil {
+		return err
+	}
+	defer a.saved.file.release()
 
 	var work sync.WaitGroup
 	failed := make(chan error, len(a.sources))

@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"net/netip"
 	"os"
-	"path/filepath"
 	"time"
 
 	"github.com/flowsweep/flowsweep/conntrack"
@@ -18,10 +17,14 @@ import (
 // stateVersion is the version of the state file. Another one is ignored.
 const stateVersion = 1
 
+// stateKind is what a state file begins with.
+const stateKind = "flowsweep-state"
+
 // stateFile is what survives a restart: which frontends were ours. Those that
 // are gone by the time that all sources are complete become tombstones, as they
 // would have without the restart.
 type stateFile struct {
+	Kind       string       `json:"kind"`
 	Version    int          `json:"version"`
 	Saved      time.Time    `json:"saved"`
 	Frontends  []savedEntry `json:"frontends"`
@@ -72,6 +75,7 @@ func saveEntry(t frontend.Tombstone) savedEntry {
 
 // saver writes the state file now and then. Fields are under Agent.mu.
 type saver struct {
+	file   statePath
 	dirty  bool
 	last   time.Time
 	err    error // of the last attempt
@@ -82,15 +86,20 @@ type saver struct {
 // savePause is the shortest time between two writes.
 const savePause = 5 * time.Second
 
-// restore reads the state file. Whatever is wrong with it is a warning: the
-// agent then knows of no frontends that went while it was away.
-func (a *Agent) restore() {
+// restore reads the state file. A file that is none, or another agent's, is an
+// error. Whatever else is wrong with it is a warning: the agent then knows of no
+// frontends that went while it was away.
+func (a *Agent) restore() error {
 	if a.cfg.StateFile == "" {
-		return
+		return nil
+	}
+	a.saved.file.path = a.cfg.StateFile
+	if err := a.saved.file.claim(); isStateFileError(err) {
+		return err
 	}
 	b, err := os.ReadFile(a.cfg.StateFile)
 	if errors.Is(err, fs.ErrNotExist) {
-		return
+		return nil
 	}
 	var s stateFile
 	if err == nil {
@@ -102,7 +111,7 @@ func (a *Agent) restore() {
 	if err != nil {
 		a.log.Warn("the state file is ignored: frontends that vanished while the agent was away stay unknown",
 			"file", a.cfg.StateFile, "err", err)
-		return
+		return nil
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -115,6 +124,7 @@ func (a *Agent) restore() {
 		}
 	}
 	a.log.Info("state file read", "file", a.cfg.StateFile, "frontends", len(s.Frontends), "tombstones", len(s.Tombstones))
+	return nil
 }
 
 // bury makes tombstones of the frontends known from an earlier run that are not
@@ -174,7 +184,7 @@ func (a *Agent) save() {
 		return
 	}
 	a.saved.dirty, a.saved.last = false, a.now()
-	s := stateFile{Version: stateVersion, Saved: a.now(), Frontends: []savedEntry{}, Tombstones: []savedEntry{}}
+	s := stateFile{Kind: stateKind, Version: stateVersion, Saved: a.now(), Frontends: []savedEntry{}, Tombstones: []savedEntry{}}
 	for _, t := range a.table.Frontends() {
 		s.Frontends = append(s.Frontends, saveEntry(t))
 	}
@@ -187,7 +197,7 @@ func (a *Agent) save() {
 			s.Seen = append(s.Seen, savedDestination(d))
 		}
 	}
-	err := writeState(file, &s)
+	err := a.saved.file.write(&s)
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	switch {
@@ -201,27 +211,4 @@ func (a *Agent) save() {
 		a.log.Info("the state file is written again", "file", file)
 	}
 	a.saved.err = err
-}
-
-// writeState replaces the file at once, so that a crash leaves the old one or
-// the new one.
-func writeState(file string, s *stateFile) (err error) {
-	b, err := json.Marshal(s)
-	if err != nil {
-		return err
-	}
-	f, err := os.CreateTemp(filepath.Dir(file), filepath.Base(file)+".*")
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			_ = os.Remove(f.Name())
-		}
-	}()
-	_, werr := f.Write(b)
-	if err := errors.Join(werr, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	return os.Rename(f.Name(), file)
 }

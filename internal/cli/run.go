@@ -14,7 +14,6 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -129,7 +128,9 @@ func (r *agentFlags) load(cmd *cobra.Command) (*config.Config, error) {
 		}
 	}
 	if set("state-file") {
-		c.StateFile = strings.TrimSuffix(r.stateFile, "none")
+		if c.StateFile = r.stateFile; c.StateFile == "none" {
+			c.StateFile = ""
+		}
 	}
 	if set("window") {
 		c.Settling.Window = r.window
@@ -235,6 +236,9 @@ type daemon struct {
 }
 
 func (d *daemon) run(ctx context.Context) error {
+	if err := d.checkFiles(); err != nil {
+		return err
+	}
 	// What lives is small and grows with the cluster; what is garbage comes in
 	// bursts, with lists. Collecting earlier costs less than keeping it resident.
 	if os.Getenv("GOGC") == "" {
@@ -366,6 +370,39 @@ func (d *daemon) run(ctx context.Context) error {
 	d.told(d.notify.Stopping())
 	d.log.Info("flowsweep ends")
 	return err
+}
+
+// checkFiles tells what is wrong with the files that the agent writes, before
+// anything is done.
+func (d *daemon) checkFiles() error {
+	file := d.cfg.StateFile
+	if file == "" {
+		return nil
+	}
+	err := agent.CheckStateFile(file)
+	if e, ok := errors.AsType[*agent.StateFileError](err); ok && !e.InUse {
+		if d.cmd.Flags().Changed("state-file") {
+			return fmt.Errorf("%w; did you mean --state %s? (--state-file none is for none)", err, file)
+		}
+		return fmt.Errorf("%w; it is named by stateFile in the configuration, did you mean sources.static.files? "+
+			"(stateFile: \"\" is for none)", err)
+	}
+	if err != nil {
+		return err
+	}
+	file = filepath.Clean(file)
+	if audit := d.cfg.Log.AuditFile; audit != "" && filepath.Clean(audit) == file {
+		return fmt.Errorf("log.auditFile and stateFile are both %s", file)
+	}
+	for _, f := range d.cfg.Sources.Static.Files {
+		switch f = filepath.Clean(f); {
+		case f == file:
+			return fmt.Errorf("state file %s is one of sources.static.files", file)
+		case f == filepath.Dir(file) && static.Reads(filepath.Base(file)):
+			return fmt.Errorf("state file %s is in a directory of sources.static.files, where it would be read as one of them", file)
+		}
+	}
+	return nil
 }
 
 // kubernetes returns the source of a cluster, and what writes Events there, nil
@@ -541,21 +578,55 @@ type auditLine struct {
 	row
 }
 
+// open begins to write to a file, "" for none. Where that fails it goes on with the
+// one before.
 func (a *audit) open(path string) error {
+	var w io.WriteCloser
+	if path != "" {
+		path = filepath.Clean(path)
+		if err := auditable(path); err != nil {
+			return fmt.Errorf("audit file: %w", err)
+		}
+		// O_NONBLOCK: a FIFO that nobody reads is an error, and not a wait.
+		f, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY|syscall.O_NONBLOCK, 0o640)
+		if err != nil {
+			return fmt.Errorf("audit file: %w", err)
+		}
+		w = f
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.w != nil {
 		_ = a.w.Close()
-		a.w = nil
 	}
-	if path == "" {
-		return nil
+	a.w = w
+	return nil
+}
+
+// auditable tells why a file is not to be appended to: it is somebody else's.
+func auditable(path string) error {
+	info, err := os.Stat(path)
+	if err != nil || !info.Mode().IsRegular() || info.Size() == 0 {
+		return nil // opening it tells the rest
 	}
-	f, err := os.OpenFile(filepath.Clean(path), os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o640)
+	f, err := os.Open(path)
+	if errors.Is(err, fs.ErrPermission) {
+		return nil // one that may be written alone, as a log often is
+	}
 	if err != nil {
-		return fmt.Errorf("audit file: %w", err)
+		return err
 	}
-	a.w = f
+	defer f.Close()
+	var first struct {
+		Time    time.Time
+		Flow    json.RawMessage
+		Verdict string
+	}
+	if err := json.NewDecoder(io.LimitReader(f, 1<<16)).Decode(&first); err != nil ||
+		first.Time.IsZero() || first.Flow == nil || first.Verdict == "" {
+		return fmt.Errorf("%s begins with something else than a flow that an agent has swept: "+
+			"it is no audit file, and is not written", path)
+	}
 	return nil
 }
 

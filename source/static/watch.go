@@ -243,7 +243,7 @@ func (p *poller) names(dir string) ([]string, error) {
 	}
 	var names []string
 	for _, f := range found {
-		if counts(f.Name()) {
+		if Reads(f.Name()) {
 			names = append(names, f.Name())
 		}
 	}
@@ -258,7 +258,7 @@ func (p *poller) names(dir string) ([]string, error) {
 func (p *poller) missed(dir string, names []string) (missed []string) {
 	for _, e := range p.seen {
 		name := filepath.Base(e.path)
-		if filepath.Dir(e.path) != dir || !counts(name) {
+		if filepath.Dir(e.path) != dir || !Reads(name) {
 			continue
 		}
 		if _, found := slices.BinarySearch(names, name); found {
@@ -271,8 +271,8 @@ func (p *poller) missed(dir string, names []string) (missed []string) {
 	return missed
 }
 
-// counts tells whether a file in a directory is one of the state.
-func counts(name string) bool {
+// Reads tells by its name whether a file in a directory is one of the state.
+func Reads(name string) bool {
 	switch filepath.Ext(name) {
 	case ".yaml", ".yml", ".json":
 		return name[0] != '.'
@@ -431,7 +431,7 @@ func (p *poller) emptied(dir *entry) bool {
 	i := slices.IndexFunc(p.applied, func(e *entry) bool { return e.path == dir.path })
 	switch {
 	case i < 0:
-		return counts(filepath.Base(dir.path))
+		return Reads(filepath.Base(dir.path))
 	case !p.applied[i].dir:
 		return true
 	}
