@@ -336,6 +336,7 @@ func (a *Agent) plan(busy bool) (*job, time.Duration) {
 	complete := true
 	for _, f := range a.feeds {
 		until(f.confirm(now))
+		until(f.sayFault(now))
 		complete = complete && f.complete
 	}
 	a.refill(now)

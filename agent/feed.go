@@ -5,7 +5,9 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
+	"unicode"
 
 	"github.com/flowsweep/flowsweep/frontend"
 	"github.com/flowsweep/flowsweep/source"
@@ -20,8 +22,9 @@ type feed struct {
 	complete  bool
 	updated   time.Time
 	fault     error
-	faultSaid time.Time
-	units     map[string]size // in force
+	said      string               // of the fault, last
+	saidWords map[string]time.Time // when what was said of it, by its words
+	units     map[string]size      // in force
 	host      source.Host
 	ranges    []netip.Prefix
 	held      *hold
@@ -217,9 +220,13 @@ func (f *feed) done() {
 	}
 }
 
-// faultPause is the shortest time between two log lines on what a source suffers
-// from, whose words may change with every attempt.
-const faultPause = time.Minute
+// faultPause is the shortest time between two log lines on a fault of a source that
+// differ in numbers alone: ports, say, which change with every attempt. mostFaults
+// is how many others there are in that time.
+const (
+	faultPause = time.Minute
+	mostFaults = 8
+)
 
 // Fault implements source.Sink.
 func (f *feed) Fault(err error) {
@@ -229,12 +236,44 @@ func (f *feed) Fault(err error) {
 	case err == nil && f.fault != nil:
 		f.a.log.Info("source is well again", "source", f.name)
 		f.a.doubts.unsee() // what looked wrong meanwhile is looked at anew
-	case err == nil || f.fault != nil && (f.fault.Error() == err.Error() || f.a.now().Sub(f.faultSaid) < faultPause):
-	default:
-		f.faultSaid = f.a.now()
-		f.a.log.Warn("source has a fault; what it delivered before stays in force", "source", f.name, "err", err)
+		f.said, f.saidWords = "", nil
 	}
 	f.fault = err
+	if next := f.sayFault(f.a.now()); !next.IsZero() {
+		f.a.stir() // the loop says it then
+	}
+}
+
+// sayFault logs the fault, unless that was done, and returns when to try again
+// where it is too early.
+func (f *feed) sayFault(now time.Time) time.Time {
+	if f.fault == nil || f.fault.Error() == f.said {
+		return time.Time{}
+	}
+	for words, at := range f.saidWords {
+		if now.Sub(at) >= faultPause {
+			delete(f.saidWords, words)
+		}
+	}
+	text := f.fault.Error()
+	words := strings.Map(func(r rune) rune {
+		if unicode.IsDigit(r) {
+			return -1
+		}
+		return r
+	}, text)
+	if at, ok := f.saidWords[words]; ok {
+		return at.Add(faultPause)
+	}
+	if len(f.saidWords) >= mostFaults {
+		return slices.MinFunc(slices.Collect(maps.Values(f.saidWords)), time.Time.Compare).Add(faultPause)
+	}
+	if f.saidWords == nil {
+		f.saidWords = map[string]time.Time{}
+	}
+	f.said, f.saidWords[words] = text, now
+	f.a.log.Warn("source has a fault; what it delivered before stays in force", "source", f.name, "err", f.fault)
+	return time.Time{}
 }
 
 func (f *feed) status() SourceStatus {
