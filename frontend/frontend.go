@@ -124,9 +124,13 @@ func (b Backends) has(x netip.AddrPort) bool {
 
 // Host is what is known of this host's own addresses.
 type Host struct {
-	// Listed are the addresses on which a proxy certainly serves node ports:
-	// those of the Node object, or those given by the user where there is none.
+	// Listed are the addresses of the Node object, in the order in which a proxy
+	// prefers them, or those given by the user where there is none. Without
+	// NodePorts the proxy certainly serves node ports on the first of each family:
+	// kube-proxy's mode nftables does on no other.
 	Listed []netip.Addr
+	// Served are those on which the user says that it does.
+	Served []netip.Addr
 	// Other are further addresses of this host (a bridge's, say), on which a
 	// proxy may or may not serve node ports. Loopback addresses count in neither:
 	// on those of IPv4 node ports may be served wherever NodePorts allow it.
@@ -221,9 +225,9 @@ var (
 )
 
 // serves tells whether a proxy serves node ports on one of the host's addresses.
-func (h *Host) serves(a netip.Addr, listed bool) certainty {
+func (h *Host) serves(a netip.Addr) certainty {
 	if len(h.NodePorts) == 0 {
-		if listed {
+		if a == h.primary(conntrack.FamilyOf(a)) || slices.Contains(h.Served, a) {
 			return certain
 		}
 		return uncertain

@@ -547,14 +547,11 @@ func (t *Table) remove(k Key) {
 // on which node ports were certainly served and are not any more the node ports.
 func (t *Table) SetHost(h Host) Change {
 	now := map[netip.Addr]hostAddr{}
-	for _, a := range h.Other {
-		if !a.IsLoopback() {
-			now[a.Unmap()] = hostAddr{ports: h.serves(a.Unmap(), false)}
-		}
-	}
-	for _, a := range h.Listed {
-		if !a.IsLoopback() {
-			now[a.Unmap()] = hostAddr{ports: h.serves(a.Unmap(), true)}
+	for _, list := range [][]netip.Addr{h.Other, h.Served, h.Listed} {
+		for _, a := range list {
+			if !a.IsLoopback() {
+				now[a.Unmap()] = hostAddr{ports: h.serves(a.Unmap())}
+			}
 		}
 	}
 	defer t.lock()()

@@ -336,7 +336,8 @@ func TestNodePortRanges(t *testing.T) {
 		listed []string
 		want   string // of 192.0.2.1, 192.0.2.2, 192.0.2.9 and 2001:db8::1, 2001:db8::9
 	}{
-		{"", listed, "yes yes perhaps, yes perhaps"},
+		{"", listed, "yes perhaps perhaps, yes perhaps"},
+		{"", nil, "perhaps perhaps perhaps, perhaps perhaps"},
 		{"primary", listed, "yes no no, yes no"},
 		{"primary", four, "yes no no, yes yes"},
 		{"primary", six, "yes yes yes, yes no"},
@@ -374,7 +375,7 @@ func TestNodePortRanges(t *testing.T) {
 			}
 			var got []string
 			for _, a := range []string{"192.0.2.1", "192.0.2.2", "192.0.2.9", "2001:db8::1", "2001:db8::9"} {
-				got = append(got, []string{"no", "perhaps", "yes"}[h.serves(ip(a), slices.Contains(tc.listed, a))])
+				got = append(got, []string{"no", "perhaps", "yes"}[h.serves(ip(a))])
 			}
 			if s := strings.Join(got[:3], " ") + ", " + strings.Join(got[3:], " "); s != tc.want {
 				t.Errorf("%s, want %s", s, tc.want)
@@ -484,6 +485,26 @@ func TestHostPortsUnknown(t *testing.T) {
 	}
 }
 
+// Where nobody says on which addresses node ports are served, it is certain of the
+// first that the Node lists, and where there is no Node of those that the user says.
+func TestNodePortsByTheNode(t *testing.T) {
+	for _, tc := range []struct {
+		h    Host
+		addr string
+		want certainty
+	}{
+		{Host{Listed: []netip.Addr{ip("192.0.2.1"), ip("192.0.2.2")}}, "192.0.2.1", certain},
+		{Host{Listed: []netip.Addr{ip("192.0.2.1"), ip("192.0.2.2")}}, "192.0.2.2", uncertain},
+		{Host{Served: []netip.Addr{ip("192.0.2.1"), ip("192.0.2.2")}}, "192.0.2.2", certain},
+		{Host{Served: []netip.Addr{ip("192.0.2.1")}}, "192.0.2.2", uncertain},
+		{Host{Served: []netip.Addr{ip("192.0.2.1")}, NodePorts: []netip.Prefix{netip.MustParsePrefix("192.0.2.2/32")}}, "192.0.2.1", unserved},
+	} {
+		if got := tc.h.serves(ip(tc.addr)); got != tc.want {
+			t.Errorf("%s of %+v: %d, want %d", tc.addr, tc.h, got, tc.want)
+		}
+	}
+}
+
 func TestHostAddressLost(t *testing.T) {
 	tab := NewTable(Options{Policy: DefaultPolicy})
 	tab.SetHost(Host{Listed: []netip.Addr{ip("192.0.2.1"), ip("192.0.2.2")}})
@@ -493,7 +514,7 @@ func TestHostAddressLost(t *testing.T) {
 		t.Fatal(v)
 	}
 	ch := tab.SetHost(Host{Listed: []netip.Addr{ip("192.0.2.2")}})
-	if !slices.Equal(ch.Hosts, []netip.Addr{ip("192.0.2.1")}) {
+	if !slices.Equal(ch.Hosts, []netip.Addr{ip("192.0.2.1"), ip("192.0.2.2")}) { // the other is the first now
 		t.Errorf("suspect addresses %v", ch.Hosts)
 	}
 	if v := tab.Judge(&flow).String(); v != "delete frontend-gone" {
@@ -868,11 +889,13 @@ func genSweep(t *rapid.T) Sweep {
 
 func genHost(t *rapid.T) (h Host) {
 	for _, a := range worldHosts {
-		switch rapid.IntRange(0, 2).Draw(t, "host") {
+		switch rapid.IntRange(0, 3).Draw(t, "host") {
 		case 1:
 			h.Listed = append(h.Listed, a)
 		case 2:
 			h.Other = append(h.Other, a)
+		case 3:
+			h.Served = append(h.Served, a)
 		}
 	}
 	if rapid.IntRange(0, 3).Draw(t, "ranges") == 0 {

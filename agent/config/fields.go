@@ -97,7 +97,7 @@ var fields = []field{
 	many("host.nodePortAddresses", live, 0, nodePortRange,
 		"Ranges in which the proxy serves node ports, as kube-proxy's nodePortAddresses: primary is the "+
 			"Node's first address of each family, localhost loopback, all every address. "+
-			"Without any, the proxy is taken to serve them on the addresses that the Node object lists, and perhaps on others.",
+			"Without any, the proxy is taken to serve them on the first address of each family that the Node object lists, and perhaps on others.",
 		func(c *Config) *[]netip.Prefix { return &c.Host.NodePortAddresses }),
 
 	one("sweep.udp", restart, sweepWord,

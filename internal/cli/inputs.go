@@ -313,6 +313,7 @@ func withNode(h frontend.Host, in *inputs, s *static.State) frontend.Host {
 	h.Listed, h.Pods, h.HostPortsUnknown = slices.Clone(s.NodeAddresses), s.PodRanges, s.HostPortsUnknown
 	if !s.NodeFound {
 		h.Listed = slices.Clone(h.Other[:len(in.nodeAddress)])
+		h.Served = h.Listed
 	}
 	return h
 }
