@@ -406,6 +406,9 @@ func (e *explaining) service(cmd *cobra.Command, w *world, name string) error {
 		}
 		fmt.Fprintf(out, "  valid backends, which keep the flows they have: %s\n", f.Valid)
 		fmt.Fprintf(out, "  usable for new flows on this node: %d\n", f.Usable)
+		if f.Inside > 0 {
+			fmt.Fprintf(out, "  usable for what this node and its pods send: %d\n", f.Inside)
+		}
 	}
 	for _, t := range tombs {
 		fmt.Fprintf(out, "%s %s (%s)\n  gone: flows that are still translated for it are stale\n", t.Kind, t.Key, t.Owner)
