@@ -27,8 +27,9 @@ func NodeAddresses(node *corev1.Node) []netip.Addr {
 	return addrs
 }
 
-// PodRanges returns the ranges that a Node's own pods have their addresses from.
-func PodRanges(node *corev1.Node) (list []netip.Prefix) {
+// PodRanges returns the ranges that a Node's own pods have their addresses from, and
+// those of the addresses of such pods, as PodAddresses gives them, that are in none.
+func PodRanges(node *corev1.Node, pods ...netip.Addr) (list []netip.Prefix) {
 	texts := node.Spec.PodCIDRs
 	if len(texts) == 0 {
 		texts = []string{node.Spec.PodCIDR}
@@ -38,7 +39,23 @@ func PodRanges(node *corev1.Node) (list []netip.Prefix) {
 			list = append(list, p.Masked())
 		}
 	}
+	slices.SortFunc(pods, netip.Addr.Compare)
+	for _, a := range pods {
+		if !slices.ContainsFunc(list, func(p netip.Prefix) bool { return p.Contains(a) }) {
+			list = append(list, netip.PrefixFrom(a, a.BitLen()))
+		}
+	}
 	return list
+}
+
+// PodAddresses returns the addresses that a Pod of the named node has for itself:
+// none where it is another node's, on the host's network, or finished.
+func PodAddresses(pod *corev1.Pod, node string) []netip.Addr {
+	if !here(pod, node) {
+		return nil
+	}
+	var unheard builder // PodFrontends reports what is wrong
+	return unheard.podAddrs(pod)
 }
 
 // parseAddr reads an address as kube-proxy does (ParseIPSloppy of

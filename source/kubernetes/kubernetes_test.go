@@ -784,6 +784,39 @@ func TestPodRanges(t *testing.T) {
 	}
 }
 
+func TestPodAddresses(t *testing.T) {
+	two := func(p *corev1.Pod) {
+		p.Status.PodIPs = []corev1.PodIP{{IP: "198.51.100.11"}, {IP: "2001:db8:2::11"}, {IP: "x"}}
+		p.Spec.Containers = nil
+	}
+	for _, tt := range []struct {
+		pod  *corev1.Pod
+		want string
+	}{
+		{pod(), "[198.51.100.11]"},
+		{pod(two), "[198.51.100.11 2001:db8:2::11]"},
+		{pod(two, func(p *corev1.Pod) { p.Spec.NodeName = "n2" }), "[]"},
+		{pod(two, func(p *corev1.Pod) { p.Spec.HostNetwork = true }), "[]"},
+		{pod(two, func(p *corev1.Pod) { p.Status.Phase = corev1.PodSucceeded }), "[]"},
+	} {
+		addrs := kubernetes.PodAddresses(tt.pod, "n1")
+		if got := fmt.Sprint(addrs); got != tt.want {
+			t.Errorf("%s, want %s", got, tt.want)
+		}
+		n := corev1.Node{Spec: corev1.NodeSpec{PodCIDR: "198.51.100.0/28"}}
+		want := "[198.51.100.0/28]"
+		if len(addrs) > 1 {
+			want = "[198.51.100.0/28 2001:db8:2::11/128]"
+		}
+		if got := fmt.Sprint(kubernetes.PodRanges(&n, addrs...)); got != want {
+			t.Errorf("ranges %s, want %s", got, want)
+		}
+	}
+	if got := kubernetes.PodAddresses(pod(), ""); got != nil {
+		t.Errorf("without a name of the node: %v", got)
+	}
+}
+
 func TestNodeAddresses(t *testing.T) {
 	var node corev1.Node
 	for _, a := range []struct {

@@ -20,8 +20,7 @@ func PodFrontends(pod *corev1.Pod, node string) ([]frontend.Frontend, []error) {
 }
 
 func (b *builder) pod(pod *corev1.Pod) []frontend.Frontend {
-	if b.node == "" || pod.Spec.NodeName != b.node || pod.Spec.HostNetwork ||
-		pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed {
+	if !here(pod, b.node) {
 		return nil
 	}
 	ports := hostPorts(pod)
@@ -34,6 +33,12 @@ func (b *builder) pod(pod *corev1.Pod) []frontend.Frontend {
 		fs = b.hostPort(fs, pod, p, addrs)
 	}
 	return fs
+}
+
+// here tells whether a Pod runs on the named node, in a network of its own.
+func here(pod *corev1.Pod, node string) bool {
+	return node != "" && pod.Spec.NodeName == node && !pod.Spec.HostNetwork &&
+		pod.Status.Phase != corev1.PodSucceeded && pod.Status.Phase != corev1.PodFailed
 }
 
 type hostPort struct {

@@ -62,7 +62,8 @@ type State struct {
 	// NodeAddresses are the addresses that it lists, without loopback.
 	NodeFound     bool
 	NodeAddresses []netip.Addr
-	// PodRanges are the ranges of its pods.
+	// PodRanges are the ranges of its pods, and the addresses of those that are in
+	// none.
 	PodRanges []netip.Prefix
 	// HostPortsUnknown says that there are Services, and no Pod or no name of a
 	// node, by which the host ports of their node would be known.
@@ -215,7 +216,11 @@ func (r *reader) build(node string) {
 	for _, n := range r.kubernetes.Nodes {
 		if n.Name == node {
 			s.NodeFound = true
-			s.NodeAddresses, s.PodRanges = kubernetes.NodeAddresses(n), kubernetes.PodRanges(n)
+			var pods []netip.Addr
+			for _, p := range r.kubernetes.Pods {
+				pods = append(pods, kubernetes.PodAddresses(p, node)...)
+			}
+			s.NodeAddresses, s.PodRanges = kubernetes.NodeAddresses(n), kubernetes.PodRanges(n, pods...)
 		}
 	}
 	if n := len(r.kubernetes.Nodes); n > 0 && !s.NodeFound {

@@ -453,3 +453,11 @@ func cidr(ranges ...string) *networkingv1.ServiceCIDR {
 		ObjectMeta: metav1.ObjectMeta{Name: "kubernetes"}, Spec: networkingv1.ServiceCIDRSpec{CIDRs: ranges},
 	}
 }
+
+// podAddrs returns the addresses of this node's own Pods.
+func (o *objects) podAddrs() (list []netip.Addr) {
+	for _, pod := range values(o.pods) {
+		list = append(list, kubernetes.PodAddresses(pod, here)...)
+	}
+	return list
+}

@@ -36,8 +36,10 @@ type state struct {
 	slices   map[name][]*kubernetes.Slice // by Service
 	serves   map[name]name                // the Service of each slice
 	pods     map[name]*corev1.Pod         // with host ports
+	addrs    map[name][]netip.Addr        // of the node's own Pods
 	node     *corev1.Node                 // as it was last
 	ranges   map[string][]netip.Prefix    // by ServiceCIDR
+	inside   []netip.Prefix               // of the node's own Pods, as the sink was told
 
 	listed   [kinds]bool
 	lagging  [kinds]bool // it may be older than the other kinds, until the next list
@@ -58,6 +60,7 @@ func newState(cfg Config, sink source.Sink) *state {
 		slices:   map[name][]*kubernetes.Slice{},
 		serves:   map[name]name{},
 		pods:     map[name]*corev1.Pod{},
+		addrs:    map[name][]netip.Addr{},
 		ranges:   map[string][]netip.Prefix{},
 		problems: map[unit][]string{},
 	}
@@ -142,8 +145,12 @@ func (s *store) Add(obj any) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.put(strip(obj.(runtime.Object), s.cfg.Node), s.update)
-	if s.kind == serviceCIDRs {
+	switch s.kind {
+	case serviceCIDRs:
 		s.sendRanges()
+	case pods:
+		s.podsMoved()
+	case services, endpointSlices, nodes, kinds:
 	}
 	return nil
 }
@@ -163,6 +170,8 @@ func (s *store) Delete(obj any) error {
 		s.dropSlice(nameOf(o), s.update)
 	case *corev1.Pod:
 		delete(s.pods, nameOf(o))
+		delete(s.addrs, nameOf(o))
+		s.podsMoved()
 		s.update(podUnit, nameOf(o))
 	case *corev1.Node:
 		s.setNode(nil)
@@ -186,6 +195,7 @@ func (s *store) Replace(items []any, _ string) error {
 		clear(s.serves)
 	case pods:
 		clear(s.pods)
+		clear(s.addrs)
 	case serviceCIDRs:
 		clear(s.ranges)
 	case nodes:
@@ -201,6 +211,9 @@ func (s *store) Replace(items []any, _ string) error {
 		s.sendRanges()
 	}
 	s.listed[s.kind], s.lagging[s.kind] = true, false
+	if s.kind == pods {
+		s.podsMoved()
+	}
 	if s.kind == nodes && s.nodeGone {
 		s.fault(nodes, s.missingNode())
 	} else {
@@ -250,6 +263,11 @@ func (s *state) put(obj runtime.Object, touched func(kind string, n name)) {
 		} else {
 			delete(s.pods, nameOf(o))
 		}
+		if addrs := kubernetes.PodAddresses(o, s.cfg.Node); len(addrs) > 0 {
+			s.addrs[nameOf(o)] = addrs
+		} else {
+			delete(s.addrs, nameOf(o))
+		}
 		touched(podUnit, nameOf(o))
 	case *corev1.Node:
 		s.setNode(o)
@@ -293,9 +311,25 @@ func (s *state) missingNode() error {
 }
 
 func (s *state) sendHost() {
+	s.inside = s.podRanges()
 	s.sink.Host(source.Host{
-		Listed: kubernetes.NodeAddresses(s.node), Pods: kubernetes.PodRanges(s.node), HostPortsUnknown: !s.cfg.HostPorts,
+		Listed: kubernetes.NodeAddresses(s.node), Pods: slices.Clone(s.inside), HostPortsUnknown: !s.cfg.HostPorts,
 	})
+}
+
+func (s *state) podRanges() []netip.Prefix {
+	var pods []netip.Addr
+	for _, addrs := range s.addrs {
+		pods = append(pods, addrs...)
+	}
+	return kubernetes.PodRanges(s.node, pods...)
+}
+
+// podsMoved tells the sink of Pods outside the Node's ranges that came or went.
+func (s *state) podsMoved() {
+	if s.complete && s.whole() && !slices.Equal(s.inside, s.podRanges()) {
+		s.sendHost()
+	}
 }
 
 func (s *state) sendRanges() {

@@ -168,7 +168,7 @@ func (h *history) check() error {
 		return fmt.Errorf("units (-want +got):\n%s", d)
 	}
 	if got, want := h.sink.host.Listed, kubernetes.NodeAddresses(h.seenNode); !slices.Equal(got, want) || h.sink.host.Other != nil ||
-		!slices.Equal(h.sink.host.Pods, kubernetes.PodRanges(h.seenNode)) || h.sink.host.HostPortsUnknown == h.cfg.HostPorts {
+		!slices.Equal(h.sink.host.Pods, kubernetes.PodRanges(h.seenNode, h.now.podAddrs()...)) || h.sink.host.HostPortsUnknown == h.cfg.HostPorts {
 		return fmt.Errorf("host %v, want %v", h.sink.host, want)
 	}
 	if want := h.now.ranges(); !slices.Equal(h.sink.ranges, want) {

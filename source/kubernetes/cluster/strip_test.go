@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"fmt"
 	"slices"
 	"testing"
 
@@ -49,6 +50,9 @@ func TestStripKeepsWhatCounts(t *testing.T) {
 				!slices.Equal(kubernetes.PodRanges(o), kubernetes.PodRanges(short.nodes[n])) {
 				t.Fatalf("node addresses (-whole +stripped):\n%s", d)
 			}
+		}
+		if d := gocmp.Diff(fmt.Sprint(whole.podAddrs()), fmt.Sprint(short.podAddrs())); d != "" {
+			t.Fatalf("addresses of Pods (-whole +stripped):\n%s", d)
 		}
 		if d := gocmp.Diff(rangeTexts(whole), rangeTexts(short)); d != "" {
 			t.Fatalf("service ranges (-whole +stripped):\n%s", d)
