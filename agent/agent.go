@@ -106,6 +106,7 @@ type Agent struct {
 	log       *slog.Logger
 	observers []Observer
 	onFlow    func(f *conntrack.Flow, v frontend.Verdict, dryRun bool)
+	warns     func() []string
 	sources   []source.Source
 	table     *frontend.Table
 	wake      chan struct{}
@@ -154,6 +155,9 @@ type Options struct {
 	Sources   []source.Source
 	Log       *slog.Logger // nil: none
 	Observers []Observer
+	// Warnings, if set, tells what else the status is to warn of. It must return at
+	// once.
+	Warnings func() []string
 	// OnFlow, if set, is told of each stale flow before it is deleted: an audit.
 	OnFlow func(f *conntrack.Flow, v frontend.Verdict, dryRun bool)
 }
@@ -168,7 +172,7 @@ func New(o Options) *Agent {
 	}
 	a := &Agent{
 		conn: o.Conn, rules: o.Ruleset, exact: o.Rules, noRules: o.NoRules, byRules: o.Rules != nil && len(o.Sources) == 0,
-		log: o.Log, observers: o.Observers, onFlow: o.OnFlow, sources: o.Sources,
+		log: o.Log, observers: o.Observers, onFlow: o.OnFlow, warns: o.Warnings, sources: o.Sources,
 		cfg:       o.Config,
 		table:     frontend.NewTable(frontend.Options{Policy: o.Config.Policy, Zones: o.Config.Zones}),
 		wake:      make(chan struct{}, 1),

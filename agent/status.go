@@ -74,10 +74,14 @@ const mostUnsettled = 1000
 // Status returns the present state. It waits for nothing that asks the kernel.
 func (a *Agent) Status() Status {
 	frontends, tombstones := a.table.Len()
+	var warnings []string
+	if a.warns != nil {
+		warnings = a.warns()
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	s := Status{
-		Time: a.now(), Started: a.started, Ready: a.ready, DryRun: a.cfg.DryRun, ByRules: a.byRules, RulesFault: a.untold, Warnings: a.warnings,
+		Time: a.now(), Started: a.started, Ready: a.ready, DryRun: a.cfg.DryRun, ByRules: a.byRules, RulesFault: a.untold, Warnings: slices.Concat(a.warnings, warnings),
 		Frontends: frontends, Tombstones: tombstones,
 		Settling: "time", LastFull: a.lastFull, Failures: a.failures,
 		Unsettled: []Unsettled{}, Disagrees: []*Disagreement{},

@@ -10,7 +10,6 @@ import (
 	"io/fs"
 	"maps"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -21,6 +20,7 @@ import (
 	"github.com/flowsweep/flowsweep/frontend"
 	"github.com/flowsweep/flowsweep/internal/docker"
 	"github.com/flowsweep/flowsweep/ruleset"
+	"github.com/flowsweep/flowsweep/source/static"
 	"github.com/flowsweep/flowsweep/sweep"
 )
 
@@ -125,10 +125,12 @@ func nothingIn(files []string) bool {
 		return false
 	}
 	for _, dir := range files {
-		for _, ext := range []string{"yaml", "yml", "json"} {
-			if found, err := filepath.Glob(filepath.Join(dir, "*."+ext)); err != nil || len(found) > 0 {
-				return false
-			}
+		found, err := os.ReadDir(dir)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return false // there may be some
+		}
+		if slices.ContainsFunc(found, func(f fs.DirEntry) bool { return static.Reads(f.Name()) }) {
+			return false
 		}
 	}
 	return true

@@ -14,7 +14,9 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -230,9 +232,13 @@ type daemon struct {
 	level  *slog.LevelVar
 	audit  audit
 	static *static.Watcher // nil: there were no files at the start
-	host   *host.Source
-	agent  *agent.Agent
-	notify *sdnotify.Notifier
+	// byRules: there was nothing else at the start either.
+	byRules bool
+	host    *host.Source
+	agent   *agent.Agent
+	notify  *sdnotify.Notifier
+
+	waiting atomic.Pointer[string] // what files wait for that nobody reads; nil: there are none
 }
 
 func (d *daemon) run(ctx context.Context) error {
@@ -303,10 +309,11 @@ func (d *daemon) run(ctx context.Context) error {
 	})
 	options := agent.Options{
 		Config: agentConfig(d.cfg), Conn: conn, Ruleset: agent.NewRuleset(gens, ns.namespace()),
-		Log: d.log, Observers: observers, OnFlow: d.flow,
+		Log: d.log, Observers: observers, OnFlow: d.flow, Warnings: d.warnings,
 	}
 	files := d.cfg.Sources.Static.Files
 	byRules := len(sources) == 0 && nothingIn(files)
+	d.byRules = byRules
 	if !byRules {
 		if len(files) > 0 {
 			d.static = static.Watch(files, node)
@@ -523,6 +530,7 @@ func (d *daemon) watchConfig(ctx context.Context) {
 			}
 			d.told(d.notify.Ready("configuration read"))
 		case <-tick.C:
+			d.lookForFiles()
 			now, err := os.ReadFile(path)
 			if err != nil || string(now) == string(last) {
 				continue // a file that is away for a moment changes nothing
@@ -554,15 +562,47 @@ func (d *daemon) reload() {
 			d.log.Error("the audit file cannot be opened", "err", err)
 		}
 	}
-	switch files := d.cfg.Sources.Static.Files; {
-	case d.static != nil:
-		d.static.SetFiles(files)
-	case len(files) > 0:
-		d.log.Warn("files become a source with the next start only, since there was none with this one")
+	if d.static != nil {
+		d.static.SetFiles(d.cfg.Sources.Static.Files)
 	}
+	d.lookForFiles()
 	d.host.Update(d.cfg.Host.Include, excluded(d.cfg.Host), d.cfg.Host.Addresses)
 	d.agent.Reconfigure(agentConfig(d.cfg))
 	d.log.Info("configuration changed", "fields", live)
+}
+
+// lookForFiles tells, once, of files of a desired state that came after the start of
+// an agent without any. They are not taken over: what is right would then change
+// with the first file that somebody copies there, whole or half, and with it all
+// that the agent remembers.
+func (d *daemon) lookForFiles() {
+	files := d.cfg.Sources.Static.Files
+	said := d.waiting.Load()
+	if d.static != nil || nothingIn(files) {
+		if said != nil {
+			d.waiting.Store(nil)
+			d.log.Info("there are no files of a desired state any more that wait for a restart")
+		}
+		return
+	}
+	what := "there is a desired state in " + strings.Join(files, ", ") +
+		" now, which this agent does not read, since there was none when it started"
+	if d.byRules {
+		what += ": it goes by the NAT rules"
+	}
+	what += "; restart it to have that read"
+	if said == nil || *said != what {
+		d.waiting.Store(&what)
+		d.log.Warn(what)
+	}
+}
+
+// warnings is what the status warns of besides.
+func (d *daemon) warnings() []string {
+	if w := d.waiting.Load(); w != nil {
+		return []string{*w}
+	}
+	return nil
 }
 
 // audit is a file of JSON lines, one for each stale flow.

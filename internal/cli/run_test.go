@@ -523,3 +523,60 @@ admin: {listen: "127.0.0.1:9633"}
 		t.Errorf("%v: the state file does not tell of the destination: %s", err, state)
 	}
 }
+
+// A desired state that comes while the agent goes by the rules is told of, once,
+// and read by the next start.
+func TestRunByRulesAndAFileComes(t *testing.T) {
+	n := newNode(t)
+	must(t, os.MkdirAll(n.path("etc/flowsweep/frontends.d"), 0o755))
+	n.write("etc/flowsweep/frontends.d/.hidden.yaml", "}{")
+	n.write("agent.yaml", fmt.Sprintf(`apiVersion: flowsweep.dev/v1alpha1
+kind: AgentConfiguration
+stateFile: %q
+admin: {listen: "127.0.0.1:9633"}
+`, n.path("state.json")))
+	start := func() {
+		t.Helper()
+		run := program(t, "run", "--config", n.path("agent.yaml"))
+		n.cmd = exec.CommandContext(t.Context(), "sh", "-c", `mount --bind "$ETC" /etc && exec "$0" "$@"`)
+		n.cmd.Args = append(n.cmd.Args, run.Args...)
+		n.cmd.Env = append(run.Env, "ETC="+n.path("etc"))
+		n.cmd.Stderr = n.stderr
+		// The mount is the process's own and gone with it.
+		n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Unshareflags: syscall.CLONE_NEWNS}
+		must(t, n.net.Router.Do(n.cmd.Start))
+		n.ready()
+	}
+	status := func() (s agent.Status) {
+		t.Helper()
+		if code, body := n.get("/statusz"); code != http.StatusOK || json.Unmarshal([]byte(body), &s) != nil {
+			t.Fatalf("%d %s", code, body)
+		}
+		return s
+	}
+	start()
+	if s := status(); !s.ByRules || len(s.Warnings) != 0 {
+		t.Errorf("at the start: %+v", s)
+	}
+	list, err := os.ReadFile(n.path("frontends.yaml"))
+	must(t, err)
+	n.write("etc/flowsweep/frontends.d/dns.yaml", string(list))
+	n.await("the status warns", func() bool {
+		w := status().Warnings
+		return len(w) == 1 && strings.Contains(w[0], "/etc/flowsweep/frontends.d") && strings.Contains(w[0], "restart it")
+	})
+	must(t, os.Rename(n.path("etc/flowsweep/frontends.d/dns.yaml"), n.path("dns.yaml")))
+	n.await("and does not any more", func() bool { return len(status().Warnings) == 0 })
+	must(t, os.Rename(n.path("dns.yaml"), n.path("etc/flowsweep/frontends.d/dns.yaml")))
+	n.await("and does again", func() bool { return len(status().Warnings) == 1 })
+	time.Sleep(2 * configPoll) // looks that have nothing new to say
+	if log := n.stderr.String(); strings.Count(log, "restart it") != 2 {
+		t.Errorf("told %d times, want once for each time that it came:\n%s", strings.Count(log, "restart it"), log)
+	}
+	must(t, n.end(syscall.SIGTERM))
+	start()
+	if s := status(); s.ByRules || s.Frontends != 1 || len(s.Warnings) != 0 {
+		t.Errorf("after a restart: %+v", s)
+	}
+	must(t, n.end(syscall.SIGTERM))
+}
