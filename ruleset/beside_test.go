@@ -414,6 +414,15 @@ var besideCases = []struct {
 		s.nft(dnatBy("br1"))
 		s.udp(s.client, ordinary, "{third2}", "{third3}", "{backend}")
 	}},
+	{"a bridge passes packets with this host's address", 0, func(s *site) {
+		if err := s.host.Sysctl(s.say("{bridge-nf}"), "1"); err != nil {
+			s.t.Skip("this kernel has no br_netfilter: ", err)
+		}
+		raw := s.behindBridge()
+		s.nft(dnatOut)
+		must(s.t, raw.Send(conntrack.UDP, s.from("{wan}"), s.to("{vip}")))
+		s.kept("at once", s.flow(conntrack.UDP, s.from("{wan}"), s.to("{vip}"), netip.AddrPort{}))
+	}},
 	{"a socket that is bound to an interface", 0, func(s *site) {
 		must(s.t, s.host.DelRoute(testnet.Route{Dst: s.prefix("{all}/0"), Via: s.at("{client}"), Dev: "wan"}))
 		s.route(s.host, testnet.Route{Dst: s.prefix("{all}/0"), Via: s.at("{server}"), Dev: "lan"})
@@ -564,6 +573,23 @@ var besideCases = []struct {
 		if v := s.judge().Judge(f); v.Verdict != Untranslated {
 			s.t.Errorf("%s: %s", v.Verdict, v.Why)
 		}
+	}},
+	{"a link-local address of another interface", 6, func(s *site) {
+		other := nstest.New(s.t)
+		s.link("dmz", other, "eth0")
+		must(s.t, s.host.DelAddr("dmz", netip.MustParsePrefix("fe80::1/64")))
+		must(s.t, s.host.AddAddr("dmz", netip.MustParsePrefix("fe80::9/64")))
+		s.addr(other, "eth0", "{third2}")
+		s.addr(s.host, "dmz", "{third}")
+		i, err := s.host.Interface("dmz")
+		must(s.t, err)
+		raw, err := other.OpenLink("eth0", i.HardwareAddr)
+		must(s.t, err)
+		defer raw.Close()
+		s.nft(dnatLocal)
+		to := netip.AddrPortFrom(netip.MustParseAddr("fe80::1"), 53)
+		must(s.t, raw.Send(conntrack.UDP, s.from("{third2}"), to))
+		s.kept("at once", s.flow(conntrack.UDP, s.from("{third2}"), to, netip.AddrPort{}))
 	}},
 	{"a local route in the main table", 0, func(s *site) {
 		s.route(s.host, testnet.Route{Type: unix.RTN_LOCAL, Table: unix.RT_TABLE_MAIN, Dst: s.lonely("{vip}"), Dev: "lo"})
@@ -731,6 +757,26 @@ func (s *site) dial() *testnet.NS {
 	s.addr(provider, "ppp0", "{third2}")
 	s.route(provider, testnet.Route{Dst: s.prefix("{all}/0"), Via: s.at("{third}"), Dev: "ppp0"})
 	return provider
+}
+
+// behindBridge makes a bridge with an address and two ports, and returns the link
+// behind the first, by which packets go to what is behind the other.
+func (s *site) behindBridge() *testnet.Raw {
+	s.t.Helper()
+	beside := nstest.New(s.t)
+	must(s.t, s.host.AddLink(testnet.Link{Name: "br1", Kind: "bridge"}))
+	s.rpFilter("br1", "0")
+	s.link("p1", s.client, "e1")
+	s.link("p2", beside, "e1")
+	must(s.t, s.host.SetMaster("p1", "br1"))
+	must(s.t, s.host.SetMaster("p2", "br1"))
+	s.addr(s.host, "br1", "{third}")
+	i, err := beside.Interface("e1")
+	must(s.t, err)
+	raw, err := s.client.OpenLink("e1", i.HardwareAddr)
+	must(s.t, err)
+	s.t.Cleanup(raw.Close)
+	return raw
 }
 
 // farClient is a flow of a client behind the gateway.

@@ -302,7 +302,7 @@ func vanished(old, s *hostState) map[Interface]struct{} {
 // read may be.
 func (h *NetHost) readSigns(proto uint8) signs {
 	if time.Since(h.signsAt) >= signsFor {
-		h.signsAt, h.signs = time.Now(), signs{nonlocal: true, raw: true, accept: true, ipvlan: true, synproxy: h.signs.synproxy}
+		h.signsAt, h.signs = time.Now(), signs{nonlocal: true, raw: true, accept: true, bridged: true, ipvlan: true, synproxy: h.signs.synproxy}
 		_ = inside(h.namespace, func() error { h.signs.at("/proc"); return nil })
 		// The slaves are mostly in other namespaces, where they cannot be seen.
 		modules, err := modulesAt("/proc/modules", "ipvlan")
@@ -321,6 +321,7 @@ func (s *signs) at(proc string) {
 	}
 	s.nonlocal = sys("ipv4/ip_nonlocal_bind") || sys("ipv6/ip_nonlocal_bind")
 	s.accept = sys("ipv4/conf/all/accept_local")
+	s.bridged = sys("bridge/bridge-nf-call-iptables")
 	s.raw = false
 	for _, name := range []string{"raw", "raw6"} {
 		b, err := os.ReadFile(filepath.Join(proc, "thread-self/net", name))

@@ -145,6 +145,7 @@ func (r *reading) link(typ uint16, b []byte) {
 	r.links[index] = l
 	r.vrf = r.vrf || l.kind == "vrf"
 	r.ipvlan = r.ipvlan || l.kind == "ipvlan"
+	r.bridge = r.bridge || l.kind == "bridge"
 	if l.loopback {
 		r.lo = &Interfaces{ID: ^uint32(0), List: []Interface{{index, l.name}}}
 	}

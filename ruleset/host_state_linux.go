@@ -33,6 +33,7 @@ type hostState struct {
 	elsewhere bool
 	ipvlan    bool // there are such links here
 	accept    bool // accept_local is set for some interface
+	bridge    bool // there are bridges
 	signs     signs
 	moved     map[netip.Addr]struct{}
 	// gone are interfaces that are no more.
@@ -57,6 +58,8 @@ type signs struct {
 	// accept: net.ipv4.conf.all.accept_local lets others send with this host's
 	// addresses.
 	accept bool
+	// bridged: what passes bridges meets the rules of ip (br_netfilter).
+	bridged bool
 }
 
 // foreign tells whether this host may send with others' addresses.
@@ -178,6 +181,8 @@ func (s *hostState) types(a netip.Addr) Types {
 	// the rules of routing lead to.
 	t, _, ok := s.local.find(a)
 	switch {
+	case a.IsLinkLocalUnicast(): // what is one interface's is none of another's
+		return TypeLocal | TypeUnicast | typeNowhere
 	case ok && t&^(TypeLocal|TypeAnycast) == 0:
 		return t
 	case a.IsMulticast():
@@ -291,13 +296,14 @@ func (c certain) Types(a netip.Addr) Types { return c.types(a) }
 // Sent implements [Host]. A source that is not this host's may be that of a
 // transparent proxy here, of a SYNPROXY rule, or of an ipvlan slave, whose packets
 // begin at the hook output. What comes in with a source of this host is dropped for
-// IPv4 (fib_validate_source), unless accept_local is set, or the source is local as
-// part of a prefix (AnyIP); for IPv6, that of ::1 alone (ip6_rcv_core).
+// IPv4 (fib_validate_source), unless accept_local is set, the source is local as
+// part of a prefix (AnyIP), or it only passes a bridge (br_netfilter); for IPv6,
+// that of ::1 alone (ip6_rcv_core).
 func (c certain) Sent(src netip.Addr) Origin {
 	switch c.sent(src) {
 	case Own:
 		_, length, _ := c.local.find(src)
-		if src.IsLoopback() || src.Is4() && length == 32 && !c.accept && !c.signs.accept {
+		if src.IsLoopback() || src.Is4() && length == 32 && !c.accept && !c.signs.accept && !(c.bridge && c.signs.bridged) {
 			return Own
 		}
 	case Foreign:

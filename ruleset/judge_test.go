@@ -583,7 +583,7 @@ func TestHost(t *testing.T) {
 		{"::1", Own, TypeLocal, "[?]", "[lo]"},
 		{"2001:db8:2::2", Foreign, TypeUnicast | typeNowhere, "[r1]", "[r1]"},
 		{"2001:db8:5::1", Foreign, TypeUnicast | typeNowhere, "[s0]", "[s0]"},
-		{"fe80::99", Foreign, TypeUnicast | typeNowhere, "[r0 r1 s0]", "[r0 r1 s0]"},
+		{"fe80::99", Unsure, TypeLocal | TypeUnicast | typeNowhere, "[r0 r1 s0]", "[r0 r1 s0]"},
 	} {
 		addr := a(tt.addr)
 		if got := h.Sent(addr); got != tt.sent {
