@@ -73,17 +73,23 @@ func ours(claims []claim) bool {
 	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign })
 }
 
-// usable tells whether a claim that is not perhaps switched off has a backend for
-// new flows.
-func usable(claims []claim) bool {
-	return slices.ContainsFunc(claims, func(c claim) bool { return !c.Foreign && c.Kind != ExternalIP && c.Usable > 0 })
-}
-
-// usableInside tells that of what this host and its pods send.
-func usableInside(claims []claim) bool {
-	return slices.ContainsFunc(claims, func(c claim) bool {
-		return !c.Foreign && c.Kind != ExternalIP && c.Usable+c.Inside > 0
-	})
+// begins tells whether a step gives new flows a backend to go to that they did not
+// have: those from anywhere, those that this host and its pods send, and those to
+// what is not perhaps switched off (ExternalIP; whoever can ask the rules has to look
+// there too).
+func begins(before, after []claim) bool {
+	for _, has := range []func(claim) bool{
+		func(c claim) bool { return c.Usable > 0 },
+		func(c claim) bool { return c.Usable+c.Inside > 0 },
+		func(c claim) bool { return c.Usable > 0 && c.Kind != ExternalIP },
+		func(c claim) bool { return c.Usable+c.Inside > 0 && c.Kind != ExternalIP },
+	} {
+		ours := func(c claim) bool { return !c.Foreign && has(c) }
+		if !slices.ContainsFunc(before, ours) && slices.ContainsFunc(after, ours) {
+			return true
+		}
+	}
+	return false
 }
 
 // balanced tells whether a claim may have a host port beside it that is not known.
@@ -169,7 +175,7 @@ func (c *Change) compareClass(k Key, policy Sweep, before, after []claim) {
 		s.Cause = CauseBackendLost
 		c.Suspects = append(c.Suspects, s)
 	}
-	if !usable(before) && usable(after) || !usableInside(before) && usableInside(after) {
+	if begins(before, after) {
 		s.Cause, s.Lost = CauseFirstBackend, nil
 		c.Suspects = append(c.Suspects, s)
 	}

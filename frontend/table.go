@@ -448,7 +448,7 @@ func (t *Table) countForeign(f *Frontend, n int) {
 }
 
 func (t *Table) countInside(f *Frontend, n int) {
-	if f.Foreign || f.Inside == 0 || f.Usable > 0 || f.Kind == ExternalIP {
+	if f.Foreign || f.Inside == 0 || f.Usable > 0 {
 		return
 	}
 	k := f.Key()
@@ -604,7 +604,7 @@ func (t *Table) loops(a netip.Addr) bool {
 func (t *Table) suspectInside(ch *Change) {
 	for _, k := range slices.SortedFunc(maps.Keys(t.inside), compareKeys) {
 		for _, c := range t.entries[k].claims {
-			if !c.Foreign && c.Inside > 0 && c.Usable == 0 && c.Kind != ExternalIP {
+			if !c.Foreign && c.Inside > 0 && c.Usable == 0 {
 				ch.Suspects = append(ch.Suspects, Suspect{Key: k, Cause: CauseFirstBackend, Owner: c.Owner, Kind: c.Kind})
 				break
 			}

@@ -62,8 +62,8 @@ func anywhere(port uint16, kind Kind, valid Backends, usable int) Frontend {
 
 // forInside is a load balancer's address whose backends only this host and its pods
 // are sent to.
-func forInside(dst string) Frontend {
-	f := at(dst, LoadBalancerIP, backends(alive), 0)
+func forInside() Frontend {
+	f := at(vip, LoadBalancerIP, backends(alive), 0)
 	f.Inside = 1
 	return f
 }
@@ -274,28 +274,28 @@ func TestJudge(t *testing.T) {
 			flow: mod(udp(vip, dead), func(f *conntrack.Flow) { f.Proto = conntrack.TCP }), want: "delete backend-gone",
 		},
 		{
-			name: "for inside, from outside", now: []Frontend{forInside("203.0.113.10:53")}, host: listed,
+			name: "for inside, from outside", now: []Frontend{forInside()}, host: listed,
 			flow: udp(vip, vip), want: "keep awaiting-backends",
 		},
 		{
-			name: "for inside, from this host", now: []Frontend{forInside("203.0.113.10:53")}, host: listed,
+			name: "for inside, from this host", now: []Frontend{forInside()}, host: listed,
 			flow: from("192.0.2.1", udp(vip, vip)), want: "delete untranslated",
 		},
 		{
-			name: "for inside, from an unlisted address of this host", now: []Frontend{forInside("203.0.113.10:53")}, host: listed,
+			name: "for inside, from an unlisted address of this host", now: []Frontend{forInside()}, host: listed,
 			flow: from("192.0.2.9", udp(vip, vip)), want: "delete untranslated",
 		},
 		{
-			name: "for inside, from loopback", now: []Frontend{forInside("203.0.113.10:53")},
+			name: "for inside, from loopback", now: []Frontend{forInside()},
 			flow: from("127.0.0.1", udp(vip, vip)), want: "delete untranslated",
 		},
 		{
-			name: "for inside, from a pod", now: []Frontend{forInside("203.0.113.10:53")},
+			name: "for inside, from a pod", now: []Frontend{forInside()},
 			host: Host{Pods: []netip.Prefix{netip.MustParsePrefix("2001:db8::/64"), netip.MustParsePrefix("198.51.100.64/26")}},
 			flow: from("198.51.100.77", udp(vip, vip)), want: "delete untranslated",
 		},
 		{
-			name: "for inside, from another host's pod", now: []Frontend{forInside("203.0.113.10:53")},
+			name: "for inside, from another host's pod", now: []Frontend{forInside()},
 			host: Host{Pods: []netip.Prefix{netip.MustParsePrefix("198.51.100.64/26")}},
 			flow: from("198.51.100.17", udp(vip, vip)), want: "keep awaiting-backends",
 		},
@@ -561,6 +561,24 @@ func TestChange(t *testing.T) {
 		{"the first for what is sent from inside", fr(one, 0), inside, []string{"first-backend []"}},
 		{"not only from inside", inside, fr(one, 1), []string{"first-backend []"}},
 		{"only from inside", fr(one, 1), inside, nil},
+		{
+			"the first of an external address",
+			[]Frontend{at(vip, ExternalIP, one, 0)},
+			[]Frontend{at(vip, ExternalIP, one, 1)},
+			[]string{"first-backend []"},
+		},
+		{
+			"an external address that a load balancer gets",
+			[]Frontend{at(vip, ExternalIP, one, 1)},
+			[]Frontend{at(vip, LoadBalancerIP, one, 1)},
+			[]string{"first-backend []"},
+		},
+		{
+			"an address that a load balancer loses",
+			[]Frontend{at(vip, LoadBalancerIP, one, 1)},
+			[]Frontend{at(vip, ExternalIP, one, 1)},
+			[]string{"frontend-new []"}, // a host port may have served it
+		},
 		{"to another proxy", fr(one, 1), foreign, nil},
 		{"from another proxy", foreign, fr(one, 1), []string{"frontend-new []"}},
 	} {
