@@ -70,6 +70,7 @@ type trail struct {
 
 	answered bool // a flow of it was
 	least    bool // it was of the least certain when it was deleted
+	sure     bool // or the rules were known not to make it
 }
 
 // doubts are the translations that look wrong or did so.
@@ -97,8 +98,9 @@ func (d doubts) see(x doubt, pass time.Time, answered bool) (trail, bool) {
 	return t, true
 }
 
-// delete notes that a pass deletes a translation.
-func (d doubts) delete(x doubt, pass time.Time, gen uint32, least bool) {
+// delete notes that a pass deletes a translation, how certain it was, and the
+// generation of the rules.
+func (d doubts) delete(x doubt, pass time.Time, gen uint32, least, sure bool) {
 	t, ok := d[x]
 	if !ok && len(d) >= mostDoubts {
 		for any := range d {
@@ -112,7 +114,7 @@ func (d doubts) delete(x doubt, pass time.Time, gen uint32, least bool) {
 	}
 	t.back = !t.deleted.IsZero()
 	t.wait = min(max(2*t.wait, first), returnMost)
-	t.first, t.last, t.deleted, t.gen, t.least = time.Time{}, pass, pass, gen, least
+	t.first, t.last, t.deleted, t.gen, t.least, t.sure = time.Time{}, pass, pass, gen, least, sure
 	d[x] = t
 }
 
@@ -236,8 +238,10 @@ func (c cautious) waits(f *conntrack.Flow, v frontend.Verdict, m ruleset.Again) 
 		return false // as others like it
 	}
 	keys := a.watches.find(f, a.table.Reaches)
-	if m == ruleset.Never {
+	if m == ruleset.Never && !t.sure { // if it came back, nobody knew then what the rules make
 		a.watches.unmade(keys, x.backend, a.agrees)
+		delete(a.doubts, x)
+		t = trail{}
 	}
 	known := func(k frontend.Key) bool { return a.watches.keys[k].lost(x.backend, f.Orig.DstPort) }
 	doubted := confirmAfter
@@ -281,7 +285,7 @@ func (c cautious) waits(f *conntrack.Flow, v frontend.Verdict, m ruleset.Again) 
 	}
 	if !until.After(pass) {
 		if !c.job.dryRun {
-			a.doubts.delete(x, pass, c.job.gen, least)
+			a.doubts.delete(x, pass, c.job.gen, least, m == ruleset.Never)
 		}
 		return false
 	}

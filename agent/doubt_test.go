@@ -3,6 +3,7 @@ package agent
 import (
 	"net/netip"
 	"slices"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -134,6 +135,37 @@ func TestBackOff(t *testing.T) {
 			})
 		})
 	}
+}
+
+// partial are rules that are understood, and beside which something else makes
+// flows.
+type partial struct{ *simRules }
+
+func (partial) Judge(*conntrack.Flow) frontend.Verdict {
+	return frontend.Verdict{Action: frontend.Delete, Reason: frontend.BackendGone}
+}
+
+// What the rules cannot make, and comes back all the same, waits like anything
+// else: they are not all that there is.
+func TestBackOffBesideTheRules(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(true)
+		oneService(t, w, w, partial{newSimRules(w, 0)}, func(r *simRun, a *Agent, _ *observed) {
+			time.Sleep(2 * simWindow)
+			begin := time.Now()
+			go w.busy(begin.Add(10 * time.Minute))
+			r.truth[0] = []byte{2}
+			r.tell(0)
+			time.Sleep(10 * time.Minute)
+			times := w.times(0, simBackend(1), begin)
+			if n := len(times); n < 12 || n > 17 {
+				t.Errorf("deleted at %v", times)
+			}
+			if d := a.Status().Disagrees; len(d) != 1 || d[0].Backend != simBackend(1) {
+				t.Errorf("%+v", d)
+			}
+		})
+	})
 }
 
 // What was answered, by what was never known, is deleted last and once: a minute
@@ -299,6 +331,50 @@ func TestAnswerEndsTheWait(t *testing.T) {
 	})
 }
 
+// foggy are rules that are not understood for a while.
+type foggy struct {
+	*simRules
+	fog atomic.Bool
+}
+
+func (r *foggy) Judge(f *conntrack.Flow) frontend.Verdict {
+	if r.fog.Load() {
+		return vague{r.simRules}.Judge(f)
+	}
+	return r.simRules.Judge(f)
+}
+
+func (r *foggy) Outcome(d ruleset.Destination) *ruleset.Outcome {
+	if r.fog.Load() {
+		return vague{r.simRules}.Outcome(d)
+	}
+	return r.simRules.Outcome(d)
+}
+
+// What came back while nobody knew what the rules make goes at once when they are
+// known not to make it.
+func TestKnowledgeEndsTheWait(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(true)
+		rules := &foggy{simRules: newSimRules(w, 0)}
+		oneService(t, w, w, rules, func(r *simRun, a *Agent, _ *observed) {
+			time.Sleep(2 * simWindow)
+			rules.fog.Store(true)
+			go w.busy(time.Now().Add(5 * time.Minute))
+			r.truth[0] = []byte{2}
+			r.tell(0)
+			time.Sleep(5 * time.Minute)
+			begin := time.Now()
+			rules.fog.Store(false)
+			w.commit(0, []byte{2})
+			time.Sleep(wideAfter + 1100*time.Millisecond) // the poll has slowed down
+			if times := w.times(0, simBackend(1), begin); len(times) != 1 || len(a.Status().Disagrees) != 0 {
+				t.Errorf("deleted at %v; %+v", times, a.Status().Disagrees)
+			}
+		})
+	})
+}
+
 // A pass that fails has deleted nothing, as far as anybody knows, so that what it
 // meant to delete has not come back.
 func TestFailedPassDeletesNothing(t *testing.T) {
@@ -332,7 +408,7 @@ func TestUnsee(t *testing.T) {
 	x, y := doubt{backend: simBackend(1)}, doubt{backend: simBackend(2)}
 	d := doubts{}
 	d.see(x, now, false)
-	d.delete(y, now, 1, false)
+	d.delete(y, now, 1, false, false)
 	d.see(y, now.Add(time.Second), true)
 	d.unsee()
 	if _, is := d[x]; is {
@@ -412,7 +488,7 @@ func TestDoubtsAreBounded(t *testing.T) {
 		}
 	}
 	for i := range 3 * mostDoubts {
-		d.delete(at(i), now, 1, false)
+		d.delete(at(i), now, 1, false, false)
 		if d[at(i)].deleted.IsZero() {
 			t.Fatalf("delete %d is not remembered", i)
 		}
@@ -458,7 +534,7 @@ func TestRenew(t *testing.T) {
 			all := []doubt{{key(vip), simBackend(1)}, {key(vip), vip}, {key(other), simBackend(1)}}
 			d := doubts{}
 			for _, x := range all {
-				d.delete(x, time.Now(), 1, false)
+				d.delete(x, time.Now(), 1, false, false)
 			}
 			d.renew(frontend.Change{Suspects: []frontend.Suspect{tc.s}})
 			want := tc.left

@@ -160,15 +160,24 @@ func (r *simRules) See(list ...ruleset.Destination) {
 // With the rules at hand nothing is deleted that they would make again, and what
 // holds without them holds all the same.
 func TestSimulationExact(t *testing.T) {
-	for name, slow := range map[string]time.Duration{"fast": 5 * time.Millisecond, "slow": 200 * time.Millisecond} {
+	for name, tc := range map[string]struct {
+		slow    time.Duration
+		oneHook bool
+	}{
+		"fast": {5 * time.Millisecond, false}, "slow": {200 * time.Millisecond, false}, "one hook": {5 * time.Millisecond, true},
+	} {
 		t.Run(name, func(t *testing.T) {
 			rapid.Check(t, func(rt *rapid.T) {
 				script := rapid.SliceOfN(rapid.Custom(genStep), 1, 8).Draw(rt, "script")
 				var err error
 				synctest.Test(t, func(t *testing.T) {
 					w := newWorld(true)
-					w.exact = slow < slowReload
-					err = simulate(t, w, newSimRules(w, slow), script)
+					w.exact = tc.slow < slowReload
+					var rules Rules = newSimRules(w, tc.slow)
+					if tc.oneHook {
+						rules = oneHook{newSimRules(w, tc.slow)}
+					}
+					err = simulate(t, w, rules, script)
 				})
 				if err != nil {
 					rt.Fatal(err)

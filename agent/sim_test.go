@@ -500,7 +500,7 @@ func simulate(t *testing.T, w *world, rules Rules, script []step, ranges ...neti
 			w.fail("%v was deleted %d times", o, len(times))
 		}
 	}
-	if rules == nil {
+	if _, blind := rules.(vague); blind || rules == nil {
 		w.backsOff()
 	}
 	walks := w.walks
@@ -544,13 +544,24 @@ func (w *world) backsOff() {
 func TestSimulation(t *testing.T) {
 	for name, tc := range map[string]struct {
 		trusted bool
+		vague   bool
 		ranges  []netip.Prefix
-	}{"generation": {true, nil}, "time, with service ranges": {false, []netip.Prefix{simRange}}} {
+	}{
+		"generation": {true, false, nil}, "time, with service ranges": {false, false, []netip.Prefix{simRange}},
+		"rules that are not understood": {true, true, nil},
+	} {
 		t.Run(name, func(t *testing.T) {
 			rapid.Check(t, func(rt *rapid.T) {
 				script := rapid.SliceOfN(rapid.Custom(genStep), 1, 8).Draw(rt, "script")
 				var err error
-				synctest.Test(t, func(t *testing.T) { err = simulate(t, newWorld(tc.trusted), nil, script, tc.ranges...) })
+				synctest.Test(t, func(t *testing.T) {
+					w := newWorld(tc.trusted)
+					var rules Rules
+					if tc.vague {
+						rules = vague{newSimRules(w, 0)}
+					}
+					err = simulate(t, w, rules, script, tc.ranges...)
+				})
 				if err != nil {
 					rt.Fatal(err)
 				}

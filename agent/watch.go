@@ -403,13 +403,14 @@ func (w *watches) found(k frontend.Key, s sight) *Disagreement {
 		r = &returning{since: s.pass}
 		x.returning[to] = r
 	}
-	if !r.seen.Equal(s.pass) {
+	first := !r.seen.Equal(s.pass)
+	if first {
 		r.seen = s.pass
 		r.passes++
 	}
 	r.left = s.left
 	if d := x.disagrees; d != nil {
-		if d.Backend == to && !d.byRule() {
+		if first && d.Backend == to && !d.byRule() {
 			d.Passes, d.Evidence, d.Rule = r.passes, f.String(), s.rule
 		}
 		return nil
@@ -428,13 +429,12 @@ func (w *watches) found(k frontend.Key, s sight) *Disagreement {
 	return x.disagrees
 }
 
-// unmade ends the disagreements of watches about a translation that was left and
-// that the rules do not make any more.
+// unmade ends the disagreements of watches of which flows tell, about a translation
+// that the rules are known not to make now.
 func (w *watches) unmade(keys []frontend.Key, to netip.AddrPort, agrees func(*Disagreement)) {
 	for _, k := range keys {
 		x := w.keys[k]
-		d, r := x.disagrees, x.returning[to]
-		if d != nil && d.Backend == to && !d.byRule() && r != nil && r.left {
+		if d := x.disagrees; d != nil && d.Backend == to && !d.byRule() {
 			x.disagrees, w.at = nil, time.Time{}
 			delete(x.returning, to)
 			agrees(d)
