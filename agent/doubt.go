@@ -103,8 +103,8 @@ func (d doubts) see(x doubt, pass time.Time, answered bool) (trail, bool) {
 func (d doubts) delete(x doubt, pass time.Time, gen uint32, least, sure bool) {
 	t, ok := d[x]
 	if !ok && len(d) >= mostDoubts {
-		for any := range d {
-			delete(d, any)
+		for other := range d {
+			delete(d, other)
 			break
 		}
 	}

@@ -91,7 +91,7 @@ func TestBackOff(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			eachBlind(t, func(t *testing.T, r *simRun, a *Agent) {
 				r.w.commit(0, wrong.rules)
-				if wrong.rules == nil || wrong.rules[0] != 1 {
+				if len(wrong.rules) == 0 || wrong.rules[0] != 1 {
 					r.w.mu.Lock()
 					clear(r.w.flows)
 					r.w.mu.Unlock()

@@ -232,8 +232,7 @@ const (
 func (f *feed) Fault(err error) {
 	f.a.mu.Lock()
 	defer f.a.mu.Unlock()
-	switch {
-	case err == nil && f.fault != nil:
+	if err == nil && f.fault != nil {
 		f.a.log.Info("source is well again", "source", f.name)
 		f.a.doubts.unsee() // what looked wrong meanwhile is looked at anew
 		f.said, f.saidWords = "", nil

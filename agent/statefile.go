@@ -141,8 +141,8 @@ func (p *statePath) write(s *stateFile) (err error) {
 func followLinks(path string) (string, error) {
 	for range 40 {
 		to, err := os.Readlink(path)
-		if err != nil { // no link
-			return path, nil
+		if err != nil {
+			return path, nil //nolint:nilerr // no link
 		}
 		if !filepath.IsAbs(to) {
 			to = filepath.Dir(path) + string(filepath.Separator) + to

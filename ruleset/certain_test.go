@@ -177,23 +177,28 @@ func TestBridgeTracks(t *testing.T) {
 // A raw socket whose packets are flows of the host's makes sources unsure.
 func TestRawSockets(t *testing.T) {
 	for proto, want := range map[int]string{255: "unsure", 17: "unsure", 1: "foreign", 89: "foreign"} {
-		s := newScene(t)
-		var fd int
-		must(t, s.router.Do(func() (err error) {
-			fd, err = unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, proto)
-			return err
-		}))
-		defer unix.Close(fd)
-		s.host.mu.Lock()
-		s.host.signsAt, s.host.least = time.Time{}, time.Time{}
-		s.host.mu.Unlock()
-		if !s.host.Current(conntrack.UDP) {
-			t.Fatal("not current")
-		}
-		got := [...]string{"unsure", "foreign", "own"}[s.host.Certain().Sent(netip.MustParseAddr("10.1.0.2"))]
-		if got != want {
-			t.Errorf("beside a raw socket of protocol %d a client is %s, want %s", proto, got, want)
-		}
+		t.Run(fmt.Sprint(proto), func(t *testing.T) { testRawSocket(t, proto, want) })
+	}
+}
+
+func testRawSocket(t *testing.T, proto int, want string) {
+	t.Helper()
+	s := newScene(t)
+	var fd int
+	must(t, s.router.Do(func() (err error) {
+		fd, err = unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, proto)
+		return err
+	}))
+	defer unix.Close(fd)
+	s.host.mu.Lock()
+	s.host.signsAt, s.host.least = time.Time{}, time.Time{}
+	s.host.mu.Unlock()
+	if !s.host.Current(conntrack.UDP) {
+		t.Fatal("not current")
+	}
+	got := [...]string{"unsure", "foreign", "own"}[s.host.Certain().Sent(netip.MustParseAddr("10.1.0.2"))]
+	if got != want {
+		t.Errorf("beside a raw socket of protocol %d a client is %s, want %s", proto, got, want)
 	}
 }
 

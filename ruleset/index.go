@@ -79,7 +79,8 @@ func newIndex(rules []rule, v4 bool) *index {
 	x := &index{addr: map[netip.Addr]int32{}, port: map[uint16]int32{}, rest: end, next: make([]int32, end)}
 	for i := end - 1; i >= 0; i-- {
 		addr, port := rules[i].key(v4)
-		first, ok := end, true
+		var first int32
+		ok := true
 		switch {
 		case addr.IsValid():
 			first, ok = x.addr[addr]

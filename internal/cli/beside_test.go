@@ -165,8 +165,8 @@ func TestSweepBesideCommits(t *testing.T) {
 	h.churn.Start()
 	var runs, failed, wrong int
 	for start := time.Now(); time.Since(start) < 6*time.Second; runs++ {
-		for gen := last; ; {
-			gen, err = moved.Generation()
+		for {
+			gen, err := moved.Generation()
 			must(t, err)
 			if gen != last {
 				last = gen

@@ -540,7 +540,7 @@ admin: {listen: "127.0.0.1:9633"}
 		run := program(t, "run", "--config", n.path("agent.yaml"))
 		n.cmd = exec.CommandContext(t.Context(), "sh", "-c", `mount --bind "$ETC" /etc && exec "$0" "$@"`)
 		n.cmd.Args = append(n.cmd.Args, run.Args...)
-		n.cmd.Env = append(run.Env, "ETC="+n.path("etc"))
+		n.cmd.Env = slices.Concat(run.Env, []string{"ETC=" + n.path("etc")})
 		n.cmd.Stderr = n.stderr
 		// The mount is the process's own and gone with it.
 		n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Unshareflags: syscall.CLONE_NEWNS}

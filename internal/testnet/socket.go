@@ -120,15 +120,16 @@ func (r *Raw) Send(proto uint8, src, dst netip.AddrPort) error {
 	v6 := dst.Addr().Is6()
 	to := r.to
 	r.buf = append(r.buf[:0], r.head...)
-	if r.to != nil {
+	switch {
+	case r.to != nil:
 		kind := uint16(unix.ETH_P_IP)
 		if v6 {
 			kind = unix.ETH_P_IPV6
 		}
 		r.buf = append(r.buf, byte(kind>>8), byte(kind))
-	} else if v6 {
+	case v6:
 		to = &unix.SockaddrInet6{Addr: dst.Addr().As16()}
-	} else {
+	default:
 		to = &unix.SockaddrInet4{Addr: dst.Addr().As4()}
 	}
 	r.buf = appendPacket(r.buf, proto, src, dst)
