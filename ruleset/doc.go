@@ -13,9 +13,9 @@
 // The interpreter must never say that something is impossible that the kernel
 // may do. So every expression is either understood exactly, or it makes the
 // outcome of a packet that reaches it anything at all ([Outcome.Any]); what a
-// packet's tuple does not tell, such as its mark, may have any value; what is
-// random may come out any way. Work for a packet is bounded, and what would need
-// more of it is anything, too.
+// packet's tuple does not tell may have any value, as its mark until a rule sets
+// it; what is random may come out any way. Work for a packet is bounded, and what
+// would need more of it is anything, too.
 //
 // Two things are taken for granted: nothing but the base chains of type nat at
 // the hooks prerouting and output translates destinations (iptables-legacy and
