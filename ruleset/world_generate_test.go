@@ -70,6 +70,8 @@ type worldLink struct {
 	network int
 	there   bool
 	bare    bool // it never has addresses
+	strict  bool // its rp_filter is
+	made    int  // how often it was
 	addrs   []netip.Prefix
 }
 

@@ -3,7 +3,9 @@
 package ruleset
 
 import (
+	"cmp"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
@@ -16,6 +18,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -38,18 +41,21 @@ type world struct {
 
 	links   []*worldLink
 	wires   map[string]*testnet.Raw // by the interface that packets come in by
-	raw     [2]*testnet.Raw         // the host's own, of IPv4 and IPv6
+	raw     []*testnet.Raw          // the host's own, of IPv4 and IPv6; none on most
 	marker  int
 	bridge  bool
+	network bool // the bridge has one
 	loop    bool // a0 and a1 are the two ends of a cable
 	macvlan bool
-	strict  bool // rp_filter is 1 everywhere
+	strict  bool   // rp_filter is 1 everywhere
+	all     string // its value for all
+	proxy   bool   // the host sends with others' addresses
 
 	undo   []func() // what routes, rules and addresses there are for a while
 	said   []string
 	source uint16 // the last port that was sent from
 	sent   map[sentKey]string
-	then   map[sentKey][2]Types // of source and destination, when it was sent
+	then   map[sentKey]worldThen
 }
 
 // sentKey is a packet that was sent: each has a source port of its own, as long as
@@ -57,6 +63,14 @@ type world struct {
 type sentKey struct {
 	proto    uint8
 	from, to netip.AddrPort
+}
+
+// worldThen is what a packet met.
+type worldThen struct {
+	types [2]Types // of source and destination
+	link  *worldLink
+	index int    // of the link: how often it was made before
+	epoch uint64 // of the host
 }
 
 func newWorld(tb testing.TB, seed uint64) *world {
@@ -70,7 +84,7 @@ func newWorld(tb testing.TB, seed uint64) *world {
 	w.flows, err = conntrack.Dial(conntrack.Config{NetNS: w.host.Path()})
 	must(tb, err)
 	must(tb, w.host.Do(func() (err error) {
-		w.marker, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, markerType)
+		w.marker, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, int(markerType))
 		if err != nil {
 			return err
 		}
@@ -78,13 +92,10 @@ func newWorld(tb testing.TB, seed uint64) *world {
 		return errors.Join(unix.SetsockoptTimeval(w.marker, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv),
 			unix.Bind(w.marker, &unix.SockaddrLinklayer{Protocol: markerType, Ifindex: 1}))
 	}))
-	for i, v6 := range []bool{false, true} {
-		w.raw[i], err = w.host.OpenRaw(v6, testnet.SocketOptions{})
-		must(tb, err)
-	}
 	w.build()
 	w.agent, err = NewJudge(tb.Context(), Config{NetNS: w.host.Path()})
 	must(tb, err)
+	w.said = append(w.said, "the agent's judge is opened")
 	return w
 }
 
@@ -93,9 +104,7 @@ func (w *world) close() {
 		r.Close()
 	}
 	for _, r := range w.raw {
-		if r != nil {
-			r.Close()
-		}
+		r.Close()
 	}
 	if w.marker >= 0 {
 		unix.Close(w.marker)
@@ -143,13 +152,14 @@ func (w *world) build() {
 	w.sysctl("net.ipv4.ip_forward", "1")
 	w.sysctl("net.ipv6.conf.all.forwarding", "1")
 	w.strict = w.chance(20)
-	all := w.pick("0", "0", "0", "2", "1")
+	w.all = w.pick("0", "0", "0", "2", "1")
 	if w.strict {
-		all = "1"
+		w.all = "1"
 	}
-	w.sysctl("net.ipv4.conf.all.rp_filter", all)
-	w.sysctl("net.ipv4.ip_nonlocal_bind", w.pick("0", "0", "1"))
-	w.sysctl("net.ipv6.ip_nonlocal_bind", w.pick("0", "0", "1"))
+	w.sysctl("net.ipv4.conf.all.rp_filter", w.all)
+	if w.proxy = w.chance(45); w.proxy {
+		w.sign()
+	}
 	for i, name := range linkNames {
 		l := &worldLink{name: name, network: i + 1, bare: name == "tun0"}
 		w.links = append(w.links, l)
@@ -162,7 +172,7 @@ func (w *world) build() {
 		l := &worldLink{name: "mv0", network: 7, there: true}
 		w.do(w.host.AddLink(testnet.Link{Name: l.name, Kind: "macvlan", Parent: "wan"}), "link add link wan mv0 type macvlan")
 		w.open("mv0", "wan", w.hardwareAddr(w.host, "mv0"))
-		w.settings("mv0")
+		l.strict = w.settings("mv0")
 		w.dress(l)
 		w.links = append(w.links, l)
 	}
@@ -187,8 +197,31 @@ func (w *world) build() {
 	}
 }
 
-// settings are of one interface.
-func (w *world) settings(ifname string) {
+// sign gives a host that sends with others' addresses one of the things that such a
+// host has: without any, nothing would tell.
+func (w *world) sign() {
+	w.tb.Helper()
+	switch w.IntN(3) {
+	case 0:
+		w.sysctl("net.ipv4.ip_nonlocal_bind", "1")
+		w.sysctl("net.ipv6.ip_nonlocal_bind", "1")
+	case 1: // what a proxy gets its answers by
+		families(func(v6 bool) {
+			r := testnet.Route{Type: unix.RTN_LOCAL, Dst: everywhere(v6), Dev: "lo", Table: policy + 1}
+			w.do(w.host.SetRoute(r), "route add %s", r)
+		})
+	case 2:
+		families(func(v6 bool) {
+			r, err := w.host.OpenRaw(v6, testnet.SocketOptions{})
+			must(w.tb, err)
+			w.raw = append(w.raw, r)
+		})
+		w.said = append(w.said, "raw sockets are opened")
+	}
+}
+
+// settings are of one interface. They tell whether its rp_filter is strict.
+func (w *world) settings(ifname string) (strict bool) {
 	w.tb.Helper()
 	rp := w.pick("0", "0", "1", "2")
 	if w.strict {
@@ -199,6 +232,7 @@ func (w *world) settings(ifname string) {
 		w.sysctl("net.ipv4.conf."+ifname+".accept_local", "1")
 	}
 	w.do(w.host.SetQuiet(ifname), "link set %s arp off", ifname)
+	return max(rp, w.all) == "1"
 }
 
 // plug makes a link.
@@ -206,8 +240,9 @@ func (w *world) plug(l *worldLink) {
 	w.tb.Helper()
 	w.do(w.host.Veth(l.name, w.out, l.name), "link add %s type veth", l.name)
 	w.open(l.name, l.name, w.hardwareAddr(w.host, l.name))
-	w.settings(l.name)
+	l.strict = w.settings(l.name)
 	l.there = true
+	l.made++
 	if !l.bare {
 		w.dress(l)
 	}
@@ -284,7 +319,7 @@ func (w *world) bridged() {
 		w.do(w.host.SetMaster(p, "br0"), "link set %s master br0", p)
 		ports = append(ports, w.hardwareAddr(w.out, p))
 	}
-	w.settings("br0")
+	strict := w.settings("br0")
 	if w.chance(70) {
 		for _, name := range []string{"net.bridge.bridge-nf-call-iptables", "net.bridge.bridge-nf-call-ip6tables"} {
 			err := w.host.Sysctl(name, "1")
@@ -295,8 +330,8 @@ func (w *world) bridged() {
 	}
 	w.open("p1", "p1", ports[1]) // to a host behind the other port
 	w.open("br0", "p2", w.hardwareAddr(w.host, "br0"))
-	if w.chance(50) {
-		l := &worldLink{name: "br0", network: 8, there: true}
+	if w.network = w.chance(50); w.network {
+		l := &worldLink{name: "br0", network: 8, there: true, strict: strict}
 		w.dress(l)
 		w.links = append(w.links, l)
 	}
@@ -375,12 +410,13 @@ func (w *world) present(l *worldLink) (list []netip.Prefix) {
 }
 
 // The marker is a frame of a type of its own (ETH_P_802_EX1), that goes by lo.
-const markerType = 0xb588 // 0x88b5 in network order
+var markerType = binary.NativeEndian.Uint16([]byte{0x88, 0xb5})
 
 // packet is a packet to be sent.
 type packet struct {
 	by       *testnet.Raw
 	who      string
+	link     *worldLink // nil: it is the host's own
 	proto    uint8
 	from, to netip.AddrPort
 }
@@ -396,7 +432,7 @@ func (w *world) burst(n int) {
 			p.proto = conntrack.TCP
 		}
 		var src netip.Addr
-		if w.chance(12) {
+		if len(w.raw) > 0 && w.chance(20) {
 			p.by, p.who, src = w.raw[map[bool]int{false: 0, true: 1}[w.v6]], "a raw socket of the host", w.src(w.oneLink())
 		} else {
 			l := w.oneLink()
@@ -404,10 +440,14 @@ func (w *world) burst(n int) {
 				continue
 			}
 			name := l.name
-			if w.bridge && w.chance(15) {
+			src = w.src(l)
+			switch {
+			case name == "br0": // a bridge with a network has that behind it
+				src = w.hostAddr(l.network, 2+w.IntN(3))
+			case w.bridge && !w.network && w.chance(15):
 				name = "p1"
 			}
-			p.by, p.who, src = w.wires[name], "the link "+name, w.src(l)
+			p.by, p.who, p.link = w.wires[name], "the link "+name, l
 		}
 		p.from = netip.AddrPortFrom(src, w.nextPort())
 		list = append(list, p)
@@ -430,22 +470,38 @@ func (w *world) burst(n int) {
 		return w.settle()
 	})
 	for _, p := range list {
-		w.sent[sentKey{p.proto, p.from, p.to}] = p.who
+		k := sentKey{p.proto, p.from, p.to}
+		w.sent[k] = p.who
+		w.then[k] = w.now(k, p.link)
 	}
 	for k := range w.sent {
 		if _, known := w.then[k]; !known {
-			w.then[k] = w.types(k)
+			w.then[k] = w.now(k, nil)
 		}
 	}
 }
 
-// types are those of source and destination now.
-func (w *world) types(k sentKey) [2]Types {
+// now is what a packet would meet now.
+func (w *world) now(k sentKey, l *worldLink) worldThen {
 	for !w.agent.host.Current(conntrack.TCP) {
 		time.Sleep(time.Millisecond)
 	}
 	h := w.agent.host.Certain()
-	return [2]Types{h.Types(k.from.Addr()), h.Types(k.to.Addr())}
+	n := worldThen{types: [2]Types{h.Types(k.from.Addr()), h.Types(k.to.Addr())}, link: l, epoch: w.agent.host.Epoch()}
+	if l != nil {
+		n.index = l.made
+	}
+	return n
+}
+
+// moved tells whether an untranslated flow would be translated by now for what the
+// host is now: its addresses are of another type, the interface that it came by is
+// gone, or a strict rp_filter lets its source in by another.
+func (w *world) moved(k sentKey) bool {
+	then := w.then[k]
+	now := w.now(k, then.link)
+	l := then.link
+	return then.types != now.types || l != nil && (!l.there || then.index != l.made || l.strict && then.epoch != now.epoch)
 }
 
 func (w *world) nextPort() uint16 {
@@ -470,8 +526,10 @@ func (w *world) sockets() (list []hostSocket) {
 		switch n := w.IntN(10); {
 		case n < 3:
 			src = w.hostAddr(w.oneLink().network, 1)
-		case n < 5:
+		case n < 5 || !w.proxy && n < 8:
 			src = w.hostAddr(w.oneLink().network, secondaries[w.IntN(len(secondaries))])
+		case !w.proxy:
+			src = w.hostAddr(anyIP, 1+w.IntN(3))
 		case n < 6:
 			src, o.Freebind, who = w.hostAddr(anyIP, 1+w.IntN(3)), true, "a socket that binds freely"
 		case n < 8:
@@ -546,7 +604,7 @@ func (w *world) settle() error {
 // worldTally counts what was sent and said.
 type worldTally struct {
 	worlds, rounds, packets, judged int
-	since                           int            // untranslated flows whose addresses are of another type since
+	since                           int            // untranslated flows whose host has moved since
 	verdicts                        map[string]int // of the judge opened afterwards
 	wrong                           map[string]int // right flows that were called stale, by what
 	wrongFlows                      int
@@ -571,7 +629,7 @@ func counted(m map[string]int) string {
 func (t *worldTally) report(tb testing.TB, took time.Duration) {
 	tb.Logf("%d worlds, %d rulesets, %d packets (%.0f a second), %d judgements", t.worlds, t.rounds, t.packets,
 		float64(t.packets)/took.Seconds(), t.judged)
-	tb.Logf("verdicts:%s", counted(t.verdicts))
+	tb.Logf("verdicts, %d of untranslated flows whose host has moved since aside:%s", t.since, counted(t.verdicts))
 	tb.Logf("%d flows became stale for certain, %d were called so; of %d whose backend was replaced, %d; the others:%s",
 		t.changed, t.found, t.replaced, t.replacedFound, counted(t.escaped))
 	if t.wrongFlows > 0 || t.outside > 0 {
@@ -616,6 +674,11 @@ func TestDifferentialWorlds(t *testing.T) {
 		}
 	}
 	count.report(t, time.Since(start))
+	// So that nothing passes by keeping everything.
+	if count.found < count.changed || count.replacedFound < count.replaced {
+		t.Errorf("of %d flows that are stale for certain, %d are not called so", count.changed+count.replaced,
+			count.changed+count.replaced-count.found-count.replacedFound)
+	}
 }
 
 // live is what happens in a world.
@@ -625,7 +688,7 @@ func (w *world) live(t *worldTally) {
 	for range 4 {
 		t.rounds++
 		w.v6 = w.chance(45)
-		w.sent, w.then = map[sentKey]string{}, map[sentKey][2]Types{}
+		w.sent, w.then = map[sentKey]string{}, map[sentKey]worldThen{}
 		if w.chance(25) {
 			w.plainRound(t)
 		} else {
@@ -681,9 +744,51 @@ func (w *world) list() (list []conntrack.Flow) {
 	return list
 }
 
+// watch judges what is in the table while all goes on, as an agent does, until stop
+// is called. Of flows that are not translated the addresses may be of another type
+// by the time they are judged.
+func (w *world) watch() (stop func()) {
+	w.tb.Helper()
+	c, err := conntrack.Dial(conntrack.Config{NetNS: w.host.Path()})
+	must(w.tb, err)
+	done := make(chan struct{})
+	var work sync.WaitGroup
+	work.Go(func() {
+		for {
+			for f, err := range c.Dump(w.tb.Context(), conntrack.Filter{}) {
+				if err != nil {
+					w.tb.Error(err)
+					return
+				}
+				if !judged(f) || !f.Translated() {
+					continue
+				}
+				if v := w.agent.Judge(f); v.Verdict.Stale() {
+					w.tb.Errorf("while the host changes, the agent's judge calls a right flow %s: %s", v.Verdict, f)
+					return
+				}
+			}
+			select {
+			case <-done:
+				return
+			case <-time.After(time.Millisecond):
+			}
+		}
+	})
+	return func() {
+		close(done)
+		work.Wait()
+		c.Close()
+	}
+}
+
 // steps are bursts, and changes of the host between them.
 func (w *world) steps(t *worldTally, judge func(when string)) {
 	w.tb.Helper()
+	if w.chance(30) {
+		reload(w.tb, w.agent)
+		defer w.watch()()
+	}
 	for i := range 3 + w.IntN(3) {
 		n := 60 + w.IntN(100)
 		w.burst(n)
@@ -738,11 +843,15 @@ func (w *world) round(t *worldTally) {
 		}
 		o := j.Rules().Outcome(PacketOf(f), Unknown{})
 		if o.Allows(netip.AddrPortFrom(f.Reply.Src, f.Reply.SrcPort), AllTypes) {
-			t.escaped["the rules cannot be told: "+o.Why]++
+			t.escaped["the rules cannot be told: "+cmp.Or(o.Why, "some redirect")]++
 			continue
 		}
 		t.replaced++
-		if v := j.Judge(f); v.Verdict.Stale() {
+		v := j.Judge(f)
+		for start := time.Now(); v.Why == whyMoved && time.Since(start) < 5*time.Second; time.Sleep(time.Millisecond) {
+			v = j.Judge(f)
+		}
+		if v.Verdict.Stale() {
 			t.replacedFound++
 		} else {
 			t.escaped[fmt.Sprintf("%s %s", v.Verdict, v.Why)]++
@@ -776,6 +885,9 @@ func (w *world) plainRound(t *worldTally) {
 		for name, by := range map[string]*Judge{"the agent's judge": w.agent, "a judge opened now": j} {
 			t.judged++
 			v, steps := by.Explain(f)
+			for start := time.Now(); v.Why == whyMoved && time.Since(start) < 5*time.Second; time.Sleep(time.Millisecond) {
+				v, steps = by.Explain(f) // the host has just changed, too
+			}
 			if want.Stale() {
 				t.changed++
 				if v.Verdict.Stale() {
@@ -818,8 +930,8 @@ func (w *world) judgeAll(t *worldTally, when, text string) {
 		}
 		k := sentKey{f.Proto, netip.AddrPortFrom(f.Orig.Src, f.Orig.SrcPort), netip.AddrPortFrom(f.Orig.Dst, f.Orig.DstPort)}
 		who := w.sent[k]
-		if v.Verdict == Untranslated && w.types(k) != w.then[k] {
-			t.since++ // it would be translated now that its addresses are what they are
+		if v.Verdict == Untranslated && w.moved(k) {
+			t.since++
 			return v.Verdict
 		}
 		if who == "" {
