@@ -71,6 +71,8 @@ type trail struct {
 	answered bool // a flow of it was
 	least    bool // it was of the least certain when it was deleted
 	sure     bool // or the rules were known not to make it
+
+	before *trail // the last delete; nil: nothing was known
 }
 
 // doubts are the translations that look wrong or did so.
@@ -102,6 +104,10 @@ func (d doubts) see(x doubt, pass time.Time, answered bool) (trail, bool) {
 // generation of the rules.
 func (d doubts) delete(x doubt, pass time.Time, gen uint32, least, sure bool) {
 	t, ok := d[x]
+	before := t
+	if t.before = nil; ok {
+		before.before, t.before = nil, &before
+	}
 	if !ok && len(d) >= mostDoubts {
 		for other := range d {
 			delete(d, other)
@@ -122,7 +128,11 @@ func (d doubts) delete(x doubt, pass time.Time, gen uint32, least, sure bool) {
 // came.
 func (d doubts) undo(pass time.Time) {
 	for x, t := range d {
-		if t.deleted.Equal(pass) {
+		switch {
+		case !t.deleted.Equal(pass):
+		case t.before != nil:
+			d[x] = *t.before
+		default:
 			delete(d, x)
 		}
 	}
