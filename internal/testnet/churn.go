@@ -35,7 +35,8 @@ type Churn struct {
 
 // NewChurn makes the rules: IPv4 packets of a protocol to any of dst are sent to
 // the backend, and beside them there is a set of so many elements, which is
-// replaced in the same transactions. [Churn.Start] begins to replace them.
+// replaced in the same transactions: of fewer without root, if the system's
+// net.core.wmem_max is not enough. [Churn.Start] begins to replace them.
 func NewChurn(ns *NS, proto uint8, backend netip.AddrPort, ballast int, dst ...netip.AddrPort) (*Churn, error) {
 	c := &Churn{ns: ns, stop: make(chan struct{})}
 	if err := c.rules(proto, backend, ballast); err != nil {
@@ -49,8 +50,9 @@ func NewChurn(ns *NS, proto uint8, backend netip.AddrPort, ballast int, dst ...n
 		return nil, err
 	}
 	c.write(ballast, dst)
-	// As large as the transaction, which takes CAP_NET_ADMIN.
-	_ = unix.SetsockoptInt(c.conn.fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, 2*len(c.batch))
+	if room := c.widen(len(c.batch)); room < len(c.batch) {
+		c.write(int(float64(ballast)*float64(room)/float64(len(c.batch))*0.95), dst)
+	}
 	if err := c.commit(); err != nil {
 		c.conn.close()
 		return nil, fmt.Errorf("testnet: commit %d bytes: %w", len(c.batch), err)
@@ -89,8 +91,22 @@ func (c *Churn) rules(proto uint8, backend netip.AddrPort, ballast int) error {
 	return nil
 }
 
+// widen makes room for a message of a size, and returns how large one may be
+// (netlink_sendmsg).
+func (c *Churn) widen(size int) int {
+	for _, option := range []int{unix.SO_SNDBUF, unix.SO_SNDBUFFORCE} {
+		_ = unix.SetsockoptInt(c.conn.fd, unix.SOL_SOCKET, option, size+1<<10)
+	}
+	room, err := unix.GetsockoptInt(c.conn.fd, unix.SOL_SOCKET, unix.SO_SNDBUF)
+	if err != nil {
+		return size
+	}
+	return room - 32
+}
+
 // write writes the transaction: both sets are emptied, and filled again.
 func (c *Churn) write(ballast int, dst []netip.AddrPort) {
+	c.batch = c.batch[:0]
 	seq := uint32(0)
 	add := func(typ, flags uint16, h unix.Nfgenmsg, fill func(m *message)) {
 		m := newMessage(typ, flags, h)
