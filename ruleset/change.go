@@ -158,6 +158,12 @@ func (d *difference) rewritten(hook uint32) bool {
 	})
 }
 
+// beside tells whether another of some base chains has the same priority: which of
+// them comes first is not known, and so are the marks that the others meet.
+func beside(c *chain, list []*chain) bool {
+	return slices.ContainsFunc(list, func(x *chain) bool { return x != c && x.priority == c.priority })
+}
+
 func (d *difference) compare() {
 	for _, hook := range []uint32{uapi.NfInetPreRouting, uapi.NfInetLocalOut} {
 		if d.rewritten(hook) {
@@ -174,12 +180,20 @@ func (d *difference) compare() {
 				d.all("a base chain with the policy drop is new: " + c.name)
 				return
 			}
+			if o == nil && beside(c, d.now.baseChains(hook)) {
+				d.all("a base chain beside others of its priority is new: " + c.name)
+				return
+			}
 			d.chains(o, c, anywhere, 0)
 		}
 		for _, o := range d.old.baseChains(hook) {
 			if t := d.now.tables[o.table.tableKey]; t == nil || t.dormant || t.chains[o.name] == nil {
 				if o.drop {
 					d.all("a base chain with the policy drop is gone: " + o.name)
+					return
+				}
+				if beside(o, d.old.baseChains(hook)) {
+					d.all("a base chain beside others of its priority is gone: " + o.name)
 					return
 				}
 				d.leavesOf(o, anywhere, 0)

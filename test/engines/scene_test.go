@@ -465,10 +465,11 @@ func (e ending) String() string { return e.line }
 // destroyed returns what was logged of the ends of the stream's flow.
 func (s *stage) destroyed(t testing.TB, st *stream) []ending {
 	t.Helper()
-	addrs := fmt.Sprintf(" src=%s dst=%s sport=%d dport=%d ", st.from.Addr(), st.to.Addr(), st.from.Port(), st.to.Port())
+	// Not those that a late answer to the stream began, of which it is the reply.
+	addrs := fmt.Sprintf("src=%s dst=%s sport=%d dport=%d ", st.from.Addr(), st.to.Addr(), st.from.Port(), st.to.Port())
 	var ends []ending
 	for line := range strings.Lines(s.log(t, destroyed)) {
-		if !strings.Contains(line, addrs) {
+		if _, orig, _ := strings.Cut(line, "src="); !strings.HasPrefix("src="+orig, addrs) {
 			continue
 		}
 		var sec, usec int64
