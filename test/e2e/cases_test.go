@@ -287,7 +287,7 @@ var cases = []testCase{
 			svc.edit(func(spec *corev1.ServiceSpec) { spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal })
 		})
 		s.stays(spares, right)
-		s.differ(frontend.Serving, frontend.BackendGone, elsewhere, right)
+		s.differ(frontend.Serving, frontend.Unpredictable, elsewhere, right)
 	}},
 
 	{name: "9 dual-stack: one family changes at a time", play: func(s *scene) {
