@@ -423,6 +423,17 @@ var besideCases = []struct {
 		must(s.t, raw.Send(conntrack.UDP, s.from("{wan}"), s.to("{vip}")))
 		s.kept("at once", s.flow(conntrack.UDP, s.from("{wan}"), s.to("{vip}"), netip.AddrPort{}))
 	}},
+	{"a bridge without an address, rp_filter is strict and rules are for the source's interface", 4, func(s *site) {
+		if err := s.host.Sysctl(s.say("{bridge-nf}"), "1"); err != nil {
+			s.t.Skip("this kernel has no br_netfilter: ", err)
+		}
+		raw := s.behindBridge()
+		s.noAddr(s.host, "br1", "{third}")
+		s.rpFilter("all", "1") // which is for what is routed
+		s.nft(dnatBy("wan"))
+		must(s.t, raw.Send(conntrack.UDP, s.from("{client}"), s.to("{vip}")))
+		s.kept("at once", s.flow(conntrack.UDP, s.from("{client}"), s.to("{vip}"), netip.AddrPort{}))
+	}},
 	{"a socket that is bound to an interface", 0, func(s *site) {
 		must(s.t, s.host.DelRoute(testnet.Route{Dst: s.prefix("{all}/0"), Via: s.at("{client}"), Dev: "wan"}))
 		s.route(s.host, testnet.Route{Dst: s.prefix("{all}/0"), Via: s.at("{server}"), Dev: "lan"})
