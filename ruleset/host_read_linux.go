@@ -102,7 +102,8 @@ func (r *reading) finish() {
 		if l.kind == "bridge" && !outer[i] {
 			inner = r.networks[i]
 		}
-		if strict := max(r.filter[i], r.filterAll) == 1; !strict && !inner[0] { // IN_DEV_RPFILTER
+		// What only passes a bridge is not filtered (br_netfilter).
+		if strict := max(r.filter[i], r.filterAll) == 1 && l.kind != "bridge"; !strict && !inner[0] { // IN_DEV_RPFILTER
 			r.open4 = append(r.open4, i)
 		}
 		if !inner[1] { // IPv6 has no rp_filter
