@@ -164,7 +164,8 @@ func TestSweepBesideCommits(t *testing.T) {
 	must(t, err)
 	h.churn.Start()
 	var runs, failed, wrong int
-	for start := time.Now(); time.Since(start) < 6*time.Second; runs++ {
+	// Long enough for one that comes to its end.
+	for start := time.Now(); time.Since(start) < 6*time.Second || failed == runs && time.Since(start) < 30*time.Second; runs++ {
 		for {
 			gen, err := moved.Generation()
 			must(t, err)
