@@ -15,12 +15,15 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/flowsweep/flowsweep/agent"
 	"github.com/flowsweep/flowsweep/conntrack"
@@ -118,10 +121,27 @@ func (n *node) start() {
 	// Not bound to the test's context: stop and kill end it.
 	n.cmd = program(n.t, "run", "--config", n.path("agent.yaml"))
 	n.cmd.Stderr = n.stderr
-	n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	if err := n.net.Router.Do(n.cmd.Start); err != nil {
-		n.t.Fatal(err)
-	}
+	n.launch(0)
+}
+
+// launch starts n.cmd in the node's namespace, and new ones of the kinds given. Its
+// thread lives until the test ends, since it is the parent whose death Pdeathsig
+// reports: one that is given back may be ended by whoever locks it next, as
+// mdlayher/netlink does.
+func (n *node) launch(unshare uintptr) {
+	n.t.Helper()
+	n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Unshareflags: unshare}
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread() // for ever
+		err := unix.Setns(n.net.Router.FD(), unix.CLONE_NEWNET)
+		if err == nil {
+			err = n.cmd.Start()
+		}
+		started <- err
+		<-n.t.Context().Done()
+	}()
+	must(n.t, <-started)
 }
 
 func (n *node) end(sig syscall.Signal) error {
@@ -346,10 +366,7 @@ func TestStateFileUnwritable(t *testing.T) {
 			n.cmd.Env = slices.Concat(run.Env, []string{"DIR=" + n.path("state")})
 			n.cmd.Stderr = n.stderr
 			// Mounts are the process's own and gone with it.
-			n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Unshareflags: syscall.CLONE_NEWNS}
-			if err := n.net.Router.Do(n.cmd.Start); err != nil {
-				t.Fatal(err)
-			}
+			n.launch(syscall.CLONE_NEWNS)
 			n.ready()
 			n.await("told", func() bool {
 				log := n.stderr.String()
@@ -543,8 +560,7 @@ admin: {listen: "127.0.0.1:9633"}
 		n.cmd.Env = slices.Concat(run.Env, []string{"ETC=" + n.path("etc")})
 		n.cmd.Stderr = n.stderr
 		// The mount is the process's own and gone with it.
-		n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Unshareflags: syscall.CLONE_NEWNS}
-		must(t, n.net.Router.Do(n.cmd.Start))
+		n.launch(syscall.CLONE_NEWNS)
 		n.ready()
 	}
 	status := func() (s agent.Status) {
