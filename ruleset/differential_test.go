@@ -232,11 +232,10 @@ type shot struct {
 	to netip.AddrPort
 }
 
-// TestDifferential writes random rulesets with nft and iptables-nft, sends packets
-// through them, and compares the connection that the kernel made with what was
-// predicted: it must always be among it.
-func TestDifferential(t *testing.T) {
-	span := 20 * time.Second
+// budget returns how long random cases are to be tried, and the first seed: by
+// default some, with FLOWSWEEP_DIFFERENTIAL_SEED one.
+func budget(t *testing.T, span time.Duration) (time.Duration, uint64) {
+	t.Helper()
 	if v := os.Getenv(diffForEnv); v != "" {
 		var err error
 		span, err = time.ParseDuration(v)
@@ -252,6 +251,14 @@ func TestDifferential(t *testing.T) {
 		span = 0
 	}
 	t.Log("first seed: ", seed)
+	return span, seed
+}
+
+// TestDifferential writes random rulesets with nft and iptables-nft, sends packets
+// through them, and compares the connection that the kernel made with what was
+// predicted: it must always be among it.
+func TestDifferential(t *testing.T) {
+	span, seed := budget(t, 20*time.Second)
 	s := newScene(t)
 	for _, tool := range []string{"nft", "iptables-nft-restore", "ip6tables-nft-restore"} {
 		if _, err := exec.LookPath(tool); err != nil {

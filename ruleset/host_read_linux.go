@@ -293,7 +293,7 @@ func (r *reading) route(b []byte, local bool) {
 			r.uplink = append(r.uplink, p.index)
 		} else if !addr.IsLinkLocalUnicast() && !addr.IsMulticast() {
 			n := r.networks[p.index]
-			n[family6(family)] = true
+			n[index01(family == unix.AF_INET6)] = true
 			r.networks[p.index] = n
 		}
 	}
@@ -328,13 +328,6 @@ func (r *reading) other(prefix netip.Prefix, table uint32, kind byte) {
 		return
 	}
 	r.special.add(prefix, func(t Types) Types { return t | types })
-}
-
-func family6(family byte) int {
-	if family == unix.AF_INET6 {
-		return 1
-	}
-	return 0
 }
 
 // routeRequest is a dump request of rtnetlink with an empty fixed part, but for

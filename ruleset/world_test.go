@@ -16,7 +16,6 @@ import (
 	"os/exec"
 	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -646,22 +645,7 @@ func TestDifferentialWorlds(t *testing.T) {
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip("install nftables: ", err)
 	}
-	span := 12 * time.Second
-	if v := os.Getenv(diffForEnv); v != "" {
-		var err error
-		span, err = time.ParseDuration(v)
-		must(t, err)
-	} else if testing.Short() {
-		span = 3 * time.Second
-	}
-	seed := rand.Uint64()
-	if v := os.Getenv(diffSeedEnv); v != "" {
-		var err error
-		seed, err = strconv.ParseUint(v, 0, 64)
-		must(t, err)
-		span = 0
-	}
-	t.Log("first seed: ", seed)
+	span, seed := budget(t, 12*time.Second)
 	count := newWorldTally()
 	start := time.Now()
 	for failed := 0; ; seed++ {
