@@ -2,6 +2,7 @@ package nft
 
 import (
 	"bufio"
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -21,22 +22,22 @@ var legacyTables = []struct{ names, base, nat string }{
 // LegacyNATAt is [LegacyNAT] for the calling thread's namespace, by the proc
 // file system mounted at proc.
 func LegacyNATAt(proc string) (bool, error) {
-	var errs []error
+	var unknown error // the first of what is in the way: one is enough
 	for _, t := range legacyTables {
 		names, err := os.ReadFile(filepath.Join(proc, "thread-self/net", t.names))
 		switch {
 		case errors.Is(err, fs.ErrNotExist): // ip_tables is not loaded
 			continue
 		case errors.Is(err, fs.ErrPermission): // 0440: only root's group may read it
-			maybe, merr := natModule(proc, t.base, t.nat)
-			if merr != nil {
-				errs = append(errs, err, merr)
+			maybe, err := natModule(proc, t.base, t.nat)
+			if err != nil {
+				unknown = cmp.Or(unknown, fmt.Errorf("%s is for root to read, and %w", t.names, err))
 			} else if maybe {
 				return true, nil
 			}
 			continue
 		case err != nil:
-			errs = append(errs, err)
+			unknown = cmp.Or(unknown, err)
 			continue
 		}
 		for name := range strings.Lines(string(names)) {
@@ -45,8 +46,8 @@ func LegacyNATAt(proc string) (bool, error) {
 			}
 		}
 	}
-	if len(errs) > 0 {
-		return false, fmt.Errorf("looking for tables of iptables-legacy: %w", errors.Join(errs...))
+	if unknown != nil {
+		return false, fmt.Errorf("whether iptables-legacy has a nat table is unknown: %w", unknown)
 	}
 	return false, nil
 }
@@ -56,6 +57,9 @@ func LegacyNATAt(proc string) (bool, error) {
 // built in, since Kconfig limits a symbol to what it depends on.
 func natModule(proc, base, nat string) (bool, error) {
 	f, err := os.Open(filepath.Join(proc, "modules"))
+	if errors.Is(err, fs.ErrNotExist) { // CONFIG_MODULES=n
+		return false, fmt.Errorf("the kernel has no modules, so that %s may be built in", nat)
+	}
 	if err != nil {
 		return false, err
 	}
@@ -74,7 +78,7 @@ func natModule(proc, base, nat string) (bool, error) {
 		return false, err
 	}
 	if !modular {
-		return false, fmt.Errorf("%s is built into the kernel, and %s may be", base, nat)
+		return false, fmt.Errorf("%s is built into the kernel, as %s may be", base, nat)
 	}
 	return false, nil
 }
