@@ -481,13 +481,13 @@ func TestChangeOfMarks(t *testing.T) {
 		t.Skip("install iptables: ", err)
 	}
 	s := newScene(t)
-	s.run(t, kubeIPTables(400), "iptables-nft-restore")
+	s.run(t, kubeIPTables(200), "iptables-nft-restore")
 	j, err := NewJudge(t.Context(), Config{NetNS: s.router.Path(), Host: s.host})
 	must(t, err)
 	defer j.Close()
-	s.run(t, kubeIPTables(404), "iptables-nft-restore")
+	s.run(t, kubeIPTables(204), "iptables-nft-restore")
 	c := reload(t, j)
-	if c.All || len(c.Suspects) != 1 || c.Suspects[0].String() != "udp "+benchService(100)+"/32:53" {
+	if c.All || len(c.Suspects) != 1 || c.Suspects[0].String() != "udp "+benchService(50)+"/32:53" {
 		t.Errorf("suspect: %+v", c)
 	}
 	s.run(t, "*nat\n-I KUBE-SEP-00007 -d "+benchService(7)+" -p udp -m udp --dport 53 -j MARK --set-mark 7\nCOMMIT\n", "iptables-nft-restore", "--noflush")

@@ -56,7 +56,7 @@ func TestRunReplacesNoFile(t *testing.T) {
 	must(t, err)
 	defer socket.Close()
 	null := n.path("null") // as /dev/null
-	must(t, unix.Mknod(null, unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
+	deviceErr := unix.Mknod(null, unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3)))
 	for name, content := range map[string]string{
 		"list.yaml":      "apiVersion: flowsweep.dev/v1alpha1\nkind: FrontendList\nitems: []\n",
 		"terraform.json": `{"version": 4, "terraform_version": "1.9.0", "resources": []}`,
@@ -72,6 +72,9 @@ func TestRunReplacesNoFile(t *testing.T) {
 		"frontends.d": "is a directory", "fifo": "is no regular file", "socket": "is no regular file", "null": "is no regular file",
 	} {
 		t.Run(name, func(t *testing.T) {
+			if name == "null" && deviceErr != nil {
+				t.Skip("only root may make devices: ", deviceErr)
+			}
 			before, err := os.Lstat(n.path(name))
 			must(t, err)
 			n.refused(t, why, "run", "--config", n.path("agent.yaml"), "--state-file", n.path(name))
