@@ -65,7 +65,7 @@ func FuzzMessages(f *testing.F) {
 				t.Errorf("nothing has changed, and yet %v is suspect", c.Suspects)
 			}
 		}
-		if d := time.Since(start); d > 5*time.Second {
+		if d := time.Since(start); d > time.Minute { // work without a bound, not a slow machine
 			t.Errorf("took %v", d)
 		}
 	})
@@ -157,11 +157,7 @@ func TestHostile(t *testing.T) {
 			}
 			tt.build(r)
 			rs := r.ruleset()
-			start := time.Now()
 			o := rs.Outcome(dns(), &knowing{})
-			if d := time.Since(start); d > 5*time.Second {
-				t.Errorf("the first packet took %v", d)
-			}
 			if o.Any != tt.any {
 				t.Errorf("%s", o)
 			}
