@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -106,7 +105,6 @@ func restore(b *bed, program string) func(...netip.AddrPort) {
 		}
 		b.t.Skip("needs the package iptables: ", err)
 	}
-	lock := filepath.Join(b.t.TempDir(), "lock") // the host's is root's
 	return func(backends ...netip.AddrPort) {
 		b.t.Helper()
 		// This rule has connections tracked when there is no other.
@@ -117,7 +115,7 @@ func restore(b *bed, program string) func(...netip.AddrPort) {
 		}
 		cmd := exec.CommandContext(b.t.Context(), restore)
 		cmd.Stdin = strings.NewReader(rules + "COMMIT\n")
-		cmd.Env = append(cmd.Environ(), "XTABLES_LOCKFILE="+lock)
+		cmd.Env = append(cmd.Environ(), nstest.LockFile(b.t))
 		if err := b.net.Router.Do(func() error {
 			out, err := cmd.CombinedOutput()
 			if err != nil {

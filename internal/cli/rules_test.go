@@ -543,7 +543,7 @@ func TestRulesNotAlone(t *testing.T) {
 	ns, c := created(t, 3)
 	must(t, ns.Do(func() error {
 		cmd := exec.CommandContext(t.Context(), "iptables-legacy", "-w", "-t", "nat", "-N", "X")
-		cmd.Env = append(cmd.Environ(), "XTABLES_LOCKFILE="+filepath.Join(t.TempDir(), "lock"))
+		cmd.Env = append(cmd.Environ(), nstest.LockFile(t))
 		if out, err := cmd.CombinedOutput(); err != nil {
 			t.Skipf("%v: %s", err, out)
 		}

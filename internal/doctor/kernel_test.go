@@ -191,7 +191,7 @@ func TestHostRules(t *testing.T) {
 				}
 				err := ns.Do(func() error {
 					cmd := exec.CommandContext(t.Context(), args[0], args[1:]...)
-					cmd.Env = append(cmd.Environ(), "XTABLES_LOCKFILE="+t.TempDir()+"/lock")
+					cmd.Env = append(cmd.Environ(), nstest.LockFile(t))
 					out, err := cmd.CombinedOutput()
 					if err != nil {
 						t.Logf("%s: %s", command, out)

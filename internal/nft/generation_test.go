@@ -151,7 +151,7 @@ func in(t *testing.T, ns *testnet.NS, command string) {
 	}
 	err := ns.Do(func() error {
 		cmd := exec.CommandContext(t.Context(), args[0], args[1:]...)
-		cmd.Env = append(cmd.Environ(), "XTABLES_LOCKFILE="+t.TempDir()+"/lock")
+		cmd.Env = append(cmd.Environ(), nstest.LockFile(t))
 		out, err := cmd.CombinedOutput()
 		if err != nil {
 			return errors.Join(err, errors.New(string(out)))

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -85,6 +86,13 @@ func Send(tb testing.TB, ns *testnet.NS, from, to netip.AddrPort, interval time.
 	tb.Helper()
 	s, err := testnet.Send(ns, from, to, interval)
 	return keep(tb, s, err)
+}
+
+// LockFile returns the environment variable by which iptables-legacy takes a lock
+// file of the test's own, since that of the host is root's.
+func LockFile(tb testing.TB) string {
+	tb.Helper()
+	return "XTABLES_LOCKFILE=" + filepath.Join(tb.TempDir(), "lock")
 }
 
 // keep fails the test on an error, and otherwise closes c when the test ends,
